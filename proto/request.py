@@ -1,0 +1,79 @@
+"""What is asked and what comes back: `Request` on the way down, `TokenDelta` on the way up. All frozen.
+
+Both speak token ids only; text begins and ends in the router. Validation is done before a `Request` is made: nothing
+downstream checks ranges again.
+"""
+
+import msgspec
+
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
+FINISH_ABORT = "abort"
+FINISH_ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How ids are drawn. Neutral values switch a step off: temperature 0 is greedy, top_k 0 and top_p 1 keep all.
+
+    ``seed`` is always set (the router draws one when none was given): with (seed, choice, position) it is the whole
+    state of the noise. ``max_tokens`` None means whatever the context and the pool leave.
+    """
+
+    seed: int
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the drawn id's; k: the top k beside it
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt with n choices. ``resume`` holds ids already emitted per choice: never mixed into the prompt."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    resume: tuple[tuple[int, ...], ...] = ()
+    tenant: str = ""
+    priority: int = 0  # lower runs first
+    deadline: float | None = None  # unix seconds
+    block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks, chained; see hashing.py
+    traceparent: str = ""
+    attempt: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Counted once per choice when it finishes. ``num_cached``: prompt tokens that came out of the prefix cache."""
+
+    num_prompt: int
+    num_cached: int
+    num_generated: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms for one emitted id, of the raw distribution (before temperature, penalties and bias)."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one choice: ids from ``offset`` on (counted from its first emitted id). The last one says why it ended."""
+
+    request_id: str
+    choice: int
+    offset: int
+    ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: str | None = None  # with finish_reason "error" only

@@ -1,0 +1,40 @@
+"""The shape of a model as its layers need it, whatever file it was read from. Numbers only: no tensors, no torch."""
+
+import msgspec
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """How rotary frequencies are stretched beyond the trained length; ``kind`` is linear, dynamic, llama3 or yarn."""
+
+    kind: str
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder. ``vocab_size`` is the number of rows of the embedding; the tokenizer may name fewer."""
+
+    architecture: str  # the registry's name: "llama"
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
