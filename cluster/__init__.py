@@ -1,0 +1,1 @@
+"""Supervises: replicas, their engines, and the controller that keeps them."""

@@ -76,6 +76,7 @@ def submission_of(request: Request, handle: int = 0) -> replica_pb2.Submission:
         tenant=request.tenant,
         priority=request.priority,
         deadline_unix=request.deadline,
+        cache_root=request.cache_root,
         block_hashes=b"".join(request.block_hashes),
         traceparent=request.traceparent,
     )
@@ -108,6 +109,7 @@ def request_of(submission: replica_pb2.Submission) -> Request:
         tenant=submission.tenant,
         priority=submission.priority,
         deadline=submission.deadline_unix if submission.HasField("deadline_unix") else None,
+        cache_root=submission.cache_root,
         block_hashes=tuple(hashes[i : i + DIGEST_SIZE] for i in range(0, len(hashes), DIGEST_SIZE)),
         traceparent=submission.traceparent,
         attempt=submission.attempt,

@@ -17,7 +17,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     computed_tokens_total: int = 0
-    recomputed_tokens_total: int = 0
+    recomputed_tokens_total: int = 0  # computed again after a preemption
+    discarded_tokens_total: int = 0  # computed past an end that was not known yet (depth 2)
     preemptions_total: int = 0
     block_copies_total: int = 0
     finished_total: dict[str, int] = {}

@@ -102,7 +102,7 @@ class SamplingParams(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "resume", "params", "tenant", "priority", "deadline_unix", "block_hashes", "traceparent")
+    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "resume", "params", "tenant", "priority", "deadline_unix", "block_hashes", "traceparent", "cache_root")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class Submission(_message.Message):
     DEADLINE_UNIX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_ROOT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -125,7 +126,8 @@ class Submission(_message.Message):
     deadline_unix: float
     block_hashes: bytes
     traceparent: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[_Iterable[_Union[Ids, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_unix: _Optional[float] = ..., block_hashes: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    cache_root: bytes
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[_Iterable[_Union[Ids, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_unix: _Optional[float] = ..., block_hashes: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., cache_root: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)
@@ -228,7 +230,7 @@ class Heartbeat(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step_id", "running", "waiting", "queued_tokens", "tokens_per_second", "blocks_used", "blocks_total", "prompt_tokens_total", "cached_prompt_tokens_total", "generation_tokens_total", "computed_tokens_total", "recomputed_tokens_total", "preemptions_total", "block_copies_total", "finished_total")
+    __slots__ = ("step_id", "running", "waiting", "queued_tokens", "tokens_per_second", "blocks_used", "blocks_total", "prompt_tokens_total", "cached_prompt_tokens_total", "generation_tokens_total", "computed_tokens_total", "recomputed_tokens_total", "preemptions_total", "block_copies_total", "finished_total", "discarded_tokens_total")
     class FinishedTotalEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +253,7 @@ class Load(_message.Message):
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COPIES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     FINISHED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     running: int
     waiting: int
@@ -266,7 +269,8 @@ class Load(_message.Message):
     preemptions_total: int
     block_copies_total: int
     finished_total: _containers.ScalarMap[str, int]
-    def __init__(self, step_id: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., blocks_used: _Optional[int] = ..., blocks_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., generation_tokens_total: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ..., recomputed_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., block_copies_total: _Optional[int] = ..., finished_total: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    discarded_tokens_total: int
+    def __init__(self, step_id: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., blocks_used: _Optional[int] = ..., blocks_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., cached_prompt_tokens_total: _Optional[int] = ..., generation_tokens_total: _Optional[int] = ..., computed_tokens_total: _Optional[int] = ..., recomputed_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., block_copies_total: _Optional[int] = ..., finished_total: _Optional[_Mapping[str, int]] = ..., discarded_tokens_total: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("submission",)

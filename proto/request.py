@@ -45,7 +45,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0  # lower runs first
     deadline: float | None = None  # unix seconds
-    block_hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks, chained; see hashing.py
+    cache_root: bytes = b""  # parent of the first block's name (hashing.py); empty: no part in the prefix cache
+    block_hashes: tuple[bytes, ...] = ()  # names of the prompt's full blocks, chained from cache_root
     traceparent: str = ""
     attempt: int = 0
 
@@ -58,7 +59,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     num_generated: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Natural logarithms for one emitted id, of the raw distribution (before temperature, penalties and bias)."""
 
     logprob: float
@@ -66,7 +67,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one choice: ids from ``offset`` on (counted from its first emitted id). The last one says why it ended."""
 
     request_id: str

@@ -1,0 +1,1 @@
+"""Executes: one rank. Knows no ray, no wire and no engine."""

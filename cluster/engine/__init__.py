@@ -1,0 +1,1 @@
+"""Decides: sequences, blocks, the schedule. Standard library and paceline.proto only."""

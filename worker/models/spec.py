@@ -4,7 +4,12 @@ import msgspec
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are stretched beyond the trained length; ``kind`` is linear, dynamic, llama3 or yarn."""
+    """How rotary frequencies are stretched beyond the trained length.
+
+    ``kind`` is linear, dynamic, llama3, yarn or factors. ``factors`` (with that kind only) are head_dim / 2 divisors,
+    one per rotary frequency, slowest frequency last: GGUF files carry Llama 3.1's scaling in this form, worked out
+    already, and inv_freq / factors equals llama3's result.
+    """
 
     kind: str
     factor: float = 1.0
@@ -16,6 +21,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float | None = None  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
+    factors: tuple[float, ...] | None = None  # factors
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

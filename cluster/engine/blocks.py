@@ -1,0 +1,95 @@
+"""The pool of KV blocks: who holds which, what a full one is called, which one is taken next. No tensors, no requests.
+
+Every block is in exactly one of three states:
+
+    referenced   some sequences read or write it (refs > 0)
+    cached       nobody holds it, but it has a name and may be found again
+    free         nobody holds it and it means nothing
+
+Cached and free blocks share one list, taken from the front: nameless ones lie in front, then the named ones in the
+order in which they were let go (least recently used first). Block 0 is the null block and never leaves.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Ids 1..num_blocks. ``free_ids`` fixes the order in which fresh blocks are handed out (tests scatter it)."""
+
+    def __init__(self, num_blocks: int, free_ids: Iterable[int] | None = None):
+        self.num_blocks = num_blocks
+        self.refs = [0] * (num_blocks + 1)
+        self._names: list[bytes | None] = [None] * (num_blocks + 1)
+        self._by_name: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(free_ids or range(1, num_blocks + 1))
+        if len(self._free) != num_blocks or min(self._free) < 1 or max(self._free) > num_blocks:
+            raise ValueError("free_ids must be a permutation of 1..num_blocks")
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() can give, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def allocate(self) -> int:
+        """A block for one holder; what it was called is forgotten. The caller has seen num_free > 0."""
+        block, _ = self._free.popitem(last=False)
+        name = self._names[block]
+        if name is not None:
+            del self._by_name[name]
+            self._names[block] = None
+        self.refs[block] = 1
+        return block
+
+    def match(self, names: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks that hold the longest known run of ``names`` from the first on, at most ``limit``. Takes none."""
+        found = []
+        for name in names[:limit]:
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def acquire(self, block: int) -> None:
+        """One holder more."""
+        if self.refs[block] == 0:
+            del self._free[block]
+        self.refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each, the last first: the tail of a sequence is the first to be taken again."""
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self._free[block] = None
+                if self._names[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def name(self, block: int, name: bytes) -> None:
+        """From now on ``match`` finds this full block. The first block of a name keeps it."""
+        if name not in self._by_name:
+            self._by_name[name] = block
+            self._names[block] = name
+
+    def forget_names(self) -> None:
+        """Empties the prefix cache; held blocks stay held."""
+        self._by_name.clear()
+        self._names = [None] * (self.num_blocks + 1)
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """free + cached + referenced = total, and every reference is somebody's. Raises AssertionError."""
+        expected = Counter(block for blocks in holders for block in blocks)
+        assert not expected[0], "a sequence holds the null block"
+        assert 0 not in self._free, "the null block is free"
+        for block in range(1, self.num_blocks + 1):
+            refs = self.refs[block]
+            assert refs == expected[block], f"block {block} has {refs} references, {expected[block]} holders"
+            assert (refs == 0) == (block in self._free), f"block {block} with {refs} references is misfiled"
+        for name, block in self._by_name.items():
+            assert self._names[block] == name, f"block {block} is filed under another name"
+        assert sum(n is not None for n in self._names) == len(self._by_name), "a name without a file"

@@ -1,0 +1,40 @@
+"""The numbers a scheduler decides with. Frozen; made by the replica once the rank has said what its pool holds."""
+
+import msgspec
+
+from paceline.proto.errors import StartupError
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts unless said otherwise.
+
+    ``long_prefill_tokens``: a prompt with more left to compute than this is long: while others want to prefill too it
+    takes at most this share of a step, and at most ``max_partial_prefills`` long ones are in prefill at once.
+    ``max_bypasses``: how often smaller requests may pass a waiting head that lacks blocks.
+    ``scheduling_policy``: "priority" or "fcfs" (a priority other than 0 is then refused).
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    long_prefill_tokens: int | None = None  # None: half of the budget
+    max_partial_prefills: int = 2
+    max_bypasses: int = 16
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "priority"
+    depth: int = 1
+    check: bool = False  # verify every invariant after each step, not only at idle
+
+    def __post_init__(self):
+        for field in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "depth"):
+            if getattr(self, field) < 1:
+                raise StartupError(f"{field} is {getattr(self, field)}: it must be at least 1")
+        if self.scheduling_policy not in ("priority", "fcfs"):
+            raise StartupError(f"scheduling policy {self.scheduling_policy!r} is unknown: use priority or fcfs")
+
+    @property
+    def long_prefill_threshold(self) -> int:
+        return self.long_prefill_tokens or max(1, self.max_num_batched_tokens // 2)

@@ -1,0 +1,107 @@
+"""The plan being made: rows and columns of one step, and what is left of its budget. Decides nothing."""
+
+from array import array
+
+from paceline.cluster.engine.sequence import Sequence
+from paceline.proto.step import TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan
+
+
+class Draft:
+    """``rows`` are the sequences of the chunks, in order; ``preempted`` pairs (victim, for whom)."""
+
+    __slots__ = (
+        "admissions",
+        "budget",
+        "copies",
+        "lens",
+        "num_decode",
+        "preempted",
+        "rows",
+        "starts",
+        "step_id",
+        "table_blocks",
+        "table_indices",
+        "table_slots",
+        "takes",
+        "tokens",
+        "waits_for",
+        "writes",
+    )
+
+    def __init__(self, step_id: int, budget: int):
+        self.step_id = step_id
+        self.budget = budget
+        self.rows: list[Sequence] = []
+        self.starts: list[int] = []
+        self.lens: list[int] = []
+        self.tokens: list[int] = []
+        self.takes: list[int] = []
+        self.writes: list[int] = []
+        self.admissions: list[SlotInit] = []
+        self.table_slots: list[int] = []
+        self.table_indices: list[int] = []
+        self.table_blocks: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+        self.num_decode = 0
+        self.preempted: list[tuple[str, str]] = []
+        self.waits_for: str | None = None  # what the waiting head lacks
+
+    def put_block(self, seq: Sequence, index: int, block: int) -> None:
+        self.table_slots.append(seq.slot)
+        self.table_indices.append(index)
+        self.table_blocks.append(block)
+
+    def seat(self, seq: Sequence) -> None:
+        """The sequence's slot starts from scratch: all its ids and all blocks that it holds."""
+        self.admissions.append(
+            SlotInit(
+                slot=seq.slot,
+                epoch=seq.epoch,
+                token_ids=array("i", seq.token_ids),
+                num_prompt=seq.num_prompt,
+                choice=seq.choice,
+                params=seq.request.params,
+            )
+        )
+        for index, block in enumerate(seq.block_ids):
+            self.put_block(seq, index, block)
+
+    def put_chunk(self, seq: Sequence, end: int, write: int) -> None:
+        """A row for [num_planned, end), and the cursors that follow from it."""
+        start = seq.num_planned
+        self.rows.append(seq)
+        self.starts.append(start)
+        self.lens.append(end - start)
+        self.tokens.append(seq.token_ids[start] if end - start == 1 and not seq.num_pending else TOKEN_IN_TABLE)
+        self.writes.append(write)
+        if end == len(seq.token_ids) + seq.num_pending:
+            self.takes.append(TAKE_SAMPLE)
+            seq.num_pending += 1
+        else:
+            self.takes.append(TAKE_NONE)
+        seq.num_planned = end
+        seq.planned_in = self.step_id
+        self.budget -= end - start
+
+    def plan(self, releases: list[int]) -> StepPlan:
+        rows = self.rows
+        return StepPlan(
+            step_id=self.step_id,
+            releases=array("i", releases),
+            admissions=self.admissions,
+            table_slots=array("i", self.table_slots),
+            table_groups=array("i", bytes(4 * len(self.table_slots))),
+            table_indices=array("i", self.table_indices),
+            table_blocks=array("i", self.table_blocks),
+            copy_groups=array("i", bytes(4 * len(self.copies))),
+            copy_srcs=array("i", [src for src, _ in self.copies]),
+            copy_dsts=array("i", [dst for _, dst in self.copies]),
+            chunk_slots=array("i", [seq.slot for seq in rows]),
+            chunk_epochs=array("i", [seq.epoch for seq in rows]),
+            chunk_starts=array("i", self.starts),
+            chunk_lens=array("i", self.lens),
+            chunk_tokens=array("i", self.tokens),
+            chunk_takes=array("i", self.takes),
+            chunk_writes=array("i", self.writes),
+            num_drafts=array("i", bytes(4 * len(rows))),
+        )

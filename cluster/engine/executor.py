@@ -1,0 +1,18 @@
+"""What an engine asks of whatever runs its plans. It never sees a worker, only this."""
+
+from typing import Protocol
+
+from paceline.proto.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Plans run in the order of submit, whole, and each gives one result. Called from the engine's thread only."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands a plan over; up to the engine's depth are outstanding."""
+
+    def collect(self) -> StepResult:
+        """The result of the oldest outstanding plan, waiting for it. Raises what ended the gang."""
+
+    def close(self) -> None:
+        """Ends the ranks."""

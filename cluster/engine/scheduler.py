@@ -1,0 +1,563 @@
+"""The central scheduler: one loop over all sequences that want tokens computed, whatever for.
+
+    plan   = schedule(now)         what the next step does; moves num_planned
+    deltas = commit(result, now)   what a step did; moves num_computed
+
+There are no phases (as in vLLM's v1 scheduler): chunked prefill, prefix hits, decode and recomputation after a
+preemption are all "tokens that no plan holds yet" under one token budget, shared out every iteration anew (Yu et al.
+2022, Orca) with decodes first, then prefill chunks (Agrawal et al. 2024, Sarathi-Serve), over paged blocks with
+copy-on-write (Kwon et al. 2023, PagedAttention).
+
+Pure decisions over values and ``now``: no clock, no torch, no Ray, no randomness, no sets in an order that matters.
+This file knows nothing of text, replicas or ranks; blocks.py owns the blocks, waiting.py the order of the queue.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+
+from paceline.cluster.engine.blocks import BlockPool
+from paceline.cluster.engine.config import EngineConfig
+from paceline.cluster.engine.draft import Draft
+from paceline.cluster.engine.record import Counters, StepRecord
+from paceline.cluster.engine.sequence import NEVER, NO_SLOT, Sequence
+from paceline.cluster.engine.waiting import WaitingQueue
+from paceline.proto.errors import ContextLengthExceeded, InvalidRequest, KVPoolExceeded
+from paceline.proto.hashing import chain
+from paceline.proto.load import ReplicaLoad
+from paceline.proto.request import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Request,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
+from paceline.proto.step import StepPlan, StepResult
+
+SCAN_LEN = 64  # waiting sequences looked at behind a head that lacks blocks
+NUM_RECORDS = 1024
+
+
+class Scheduler:
+    """Owned by one engine thread. ``pool`` may be given to fix the order of physical blocks."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool | None = None):
+        self.config = config
+        self.pool = pool or BlockPool(config.num_blocks)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # sorted by key
+        self.counters = Counters()
+        self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
+        self._requests: dict[str, list[Sequence]] = {}  # live choices of live requests
+        self._holders: list[Sequence] = []  # waiting forks, which share blocks; sorted by key
+        self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._releases: list[int] = []
+        self._eos = frozenset(config.eos_ids)
+        self._next_arrival = 0
+        self._next_step = 0
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queues a request. Raises RequestError, naming both numbers, for one that could never run."""
+        config, params = self.config, request.params
+        num_prompt = len(request.prompt_ids)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id} is already running", "request_id")
+        if not num_prompt:
+            raise InvalidRequest("the prompt has no tokens", "prompt")
+        if request.priority and config.scheduling_policy == "fcfs":
+            raise InvalidRequest("this server schedules first come, first served: leave out priority", "priority")
+        room = min(config.max_model_len, config.num_blocks * config.block_size) - num_prompt
+        max_len = num_prompt + (room if params.max_tokens is None else params.max_tokens)
+        if num_prompt >= config.max_model_len or max_len > config.max_model_len:
+            raise ContextLengthExceeded(
+                f"the context holds {config.max_model_len} tokens: the prompt has {num_prompt} and max_tokens asks for "
+                f"{max(max_len - num_prompt, 1)} more",
+                "max_tokens" if num_prompt < config.max_model_len else "prompt",
+            )
+        needed = -(-max(max_len, num_prompt + 1) // config.block_size)
+        if needed > config.num_blocks:
+            raise KVPoolExceeded(
+                f"prompt and max_tokens need {needed} KV blocks of {config.block_size} tokens, the pool has "
+                f"{config.num_blocks}: send less, or start with more --num-kv-blocks",
+                "max_tokens",
+            )
+        stop_ids = frozenset() if params.ignore_eos else self._eos  # one object for all: commit reads it for every id
+        if params.stop_ids:
+            stop_ids = stop_ids.union(params.stop_ids)
+        resumed = bool(request.resume)
+        choices = [
+            Sequence(request, choice, self._next_arrival, max_len, stop_ids)
+            for choice in range(params.n if resumed else 1)
+        ]
+        if not resumed:
+            choices[0].num_to_fork = params.n - 1
+        self._next_arrival += 1
+        self._requests[request.request_id] = choices
+        for seq in choices:
+            if config.enable_prefix_caching and request.cache_root:
+                seq.cacheable = True
+                seq.hashes = list(request.block_hashes)
+            self.waiting.join(request.tenant)
+            self.waiting.push(seq)
+
+    def abort(self, request_id: str, reason: str = FINISH_ABORT, error: str | None = None) -> list[TokenDelta]:
+        """Ends every choice of a request, in whatever state. Unknown and finished ids give nothing."""
+        deltas = []
+        for seq in list(self._requests.get(request_id, ())):
+            deltas += self._finish_all(seq, reason, error)
+        return deltas
+
+    def finish(self, request_id: str, choice: int, num_ids: int) -> list[TokenDelta]:
+        """Ends one choice as a success after ``num_ids`` emitted ids: a stop string was seen in its text."""
+        for seq in self._requests.get(request_id, ()):
+            if seq.choice == choice:
+                return [self._finish(seq, FINISH_STOP, num_generated=min(num_ids, seq.num_generated))]
+        return []
+
+    def request_ids(self) -> list[str]:
+        """Of everything that has not ended."""
+        return list(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # -- schedule --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be planned before a result arrives."""
+        draft = Draft(self._next_step, self.config.max_num_batched_tokens)
+        prefilling = self._plan_decodes(draft)
+        num_long, promised = self._plan_prefills(draft, prefilling)
+        if self._requests:
+            self._admit(draft, num_long, promised)
+        if not draft.rows:
+            return None
+        plan = draft.plan(self._releases)
+        self._releases = []
+        self._next_step += 1
+        num_tokens = sum(draft.lens)
+        self.counters.computed += num_tokens
+        self._in_flight.append((draft.step_id, draft.rows, draft.lens))
+        self.records.append(
+            StepRecord(
+                step_id=draft.step_id,
+                time=now,
+                num_rows=len(draft.rows),
+                num_decode_tokens=draft.num_decode,
+                num_prefill_tokens=num_tokens - draft.num_decode,
+                num_running=len(self.running),
+                num_waiting=len(self.waiting),
+                blocks_used=self.pool.num_referenced,
+                preempted=tuple(draft.preempted),
+                head_waits_for=draft.waits_for,
+            )
+        )
+        return plan
+
+    def _plan_decodes(self, draft: Draft) -> list[Sequence]:
+        """A row for every running sequence that needs exactly one token; returns those that need more."""
+        prefilling = []
+        running, index = self.running, 0
+        while index < len(running):  # _reclaim may shorten the list behind index
+            seq = running[index]
+            index += 1
+            start = seq.num_planned
+            if len(seq.token_ids) + seq.num_pending - start > 1:
+                prefilling.append(seq)
+                continue
+            if start >= seq.max_len - 1 or not draft.budget:
+                continue  # every id that max_tokens allows is planned; or the step is full
+            if (start >= seq.capacity or start < seq.shared_end) and self._make_room(draft, seq, start + 1) == start:
+                continue
+            draft.put_chunk(seq, start + 1, 1)
+        draft.num_decode = len(draft.rows)
+        return prefilling
+
+    def _plan_prefills(self, draft: Draft, prefilling: list[Sequence]) -> tuple[int, int]:
+        """Chunks of running prompts. Returns how many long ones are still in prefill, and the blocks they will need."""
+        threshold = self.config.long_prefill_threshold
+        contended = len(prefilling) > 1 or len(self.waiting) > 0
+        num_long = promised = 0
+        for seq in prefilling:
+            if seq.slot == NO_SLOT:
+                continue  # preempted for an earlier one
+            todo = seq.num_todo
+            limit = threshold if todo > threshold and contended else todo
+            end = seq.num_planned + min(limit, draft.budget)
+            if end > seq.num_planned:
+                end = self._make_room(draft, seq, end)
+            if end > seq.num_planned:
+                self._put_prefill(draft, seq, end)
+            num_long += seq.num_todo > threshold
+            promised += -(-len(seq.token_ids) // self.config.block_size) - len(seq.block_ids)
+        return num_long, promised
+
+    def _admit(self, draft: Draft, num_long: int, promised: int) -> None:
+        """Waiting sequences take seats while seats, budget and blocks last."""
+        config, pool = self.config, self.pool
+        threshold, block_size = config.long_prefill_threshold, config.block_size
+        head: Sequence | None = None  # the first that lacks blocks
+        for seq in self.waiting.first(len(self._free_slots) + SCAN_LEN):
+            if not self._free_slots or not draft.budget:
+                draft.waits_for = draft.waits_for or ("budget" if self._free_slots else "seats")
+                return
+            if head is not None and head.num_bypassed >= config.max_bypasses:
+                return
+            hit = [] if seq.block_ids else pool.match(seq.hashes, (len(seq.token_ids) - 1) // block_size)
+            todo = seq.num_todo - len(hit) * block_size
+            if todo > threshold and num_long >= config.max_partial_prefills:
+                draft.waits_for = draft.waits_for or "long prefills"
+                continue
+            if not self._fits(seq, hit, promised):
+                if head is None:
+                    head, draft.waits_for = seq, "blocks"
+                continue
+            self._seat(draft, seq, hit)
+            contended = bool(num_long) or len(self.waiting) > 0
+            limit = threshold if todo > threshold and contended else todo
+            end = self._make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
+            if end > seq.num_planned:
+                self._put_prefill(draft, seq, end)
+            num_long += seq.num_todo > threshold
+            promised += max(0, -(-len(seq.token_ids) // block_size) - len(seq.block_ids))
+            if head is not None:
+                head.num_bypassed += 1
+
+    def _fits(self, seq: Sequence, hit: list[int], promised: int) -> bool:
+        """All ids known of a sequence find blocks, beside what running prompts were promised and some room to decode.
+
+        With nobody running, forks that wait on shared blocks are stripped of them: they are the only holders left.
+        """
+        while True:
+            idle_hits = sum(self.pool.refs[block] == 0 for block in hit)
+            needed = -(-len(seq.token_ids) // self.config.block_size) - len(hit) - len(seq.block_ids)
+            headroom = self.config.num_blocks // 100 if self.running else 0
+            if needed <= 0 or needed + headroom <= self.pool.num_free - idle_hits - promised:
+                return True
+            if self.running or not self._strip_holder(besides=seq):
+                return False
+
+    def _seat(self, draft: Draft, seq: Sequence, hit: list[int]) -> None:
+        self.waiting.remove(seq)
+        if seq.block_ids:
+            self._holders.remove(seq)
+        else:
+            for block in hit:
+                self.pool.acquire(block)
+            seq.block_ids = hit
+            seq.capacity = len(hit) * self.config.block_size
+            seq.num_planned = seq.num_computed = seq.capacity
+            seq.num_named = len(hit)
+            self._account_start(seq)
+        seq.next_name_at = (seq.num_named + 1) * self.config.block_size if seq.cacheable else NEVER
+        seq.slot = self._free_slots.pop()
+        insort(self.running, seq, key=lambda s: s.key)
+        draft.seat(seq)
+
+    def _account_start(self, seq: Sequence) -> None:
+        counters, hit_len = self.counters, seq.num_planned
+        if not seq.started:
+            seq.started = True
+            seq.num_skipped = hit_len
+            seq.num_cached = min(hit_len, seq.num_prompt)
+            counters.prompt += seq.num_prompt
+            counters.cached += seq.num_cached
+        elif hit_len <= seq.num_lost:
+            counters.recomputed += seq.num_lost - hit_len
+        else:  # another one with the same ids got further meanwhile
+            seq.num_skipped += hit_len - seq.num_lost
+
+    def _put_prefill(self, draft: Draft, seq: Sequence, end: int) -> None:
+        """A chunk, and names for the known blocks that it fills: the next one in this very plan may share them."""
+        # A fork holds its positions already and computes the prompt's last one again only for its logits.
+        draft.put_chunk(seq, end, 0 if end <= seq.num_held else 1)
+        filled = min(end // self.config.block_size, len(seq.hashes))
+        if filled > seq.num_named:
+            for index in range(seq.num_named, filled):
+                self.pool.name(seq.block_ids[index], seq.hashes[index])
+            seq.num_named = filled
+            seq.next_name_at = (filled + 1) * self.config.block_size
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, draft: Draft, seq: Sequence, end: int) -> int:
+        """Blocks for positions up to ``end``, preempting later sequences if needed; returns how far they reach."""
+        pool, block_size = self.pool, self.config.block_size
+        start = seq.num_planned
+        if end <= seq.num_held:
+            return end
+        if start < seq.shared_end:
+            index = start // block_size
+            shared = seq.block_ids[index]
+            if pool.refs[shared] > 1:
+                if not pool.num_free and not self._reclaim(draft, seq):
+                    return start
+                if pool.refs[shared] > 1:  # the reclaimed one may have been the other holder
+                    own = pool.allocate()
+                    draft.copies.append((shared, own))
+                    draft.put_block(seq, index, own)
+                    pool.release((shared,))
+                    seq.block_ids[index] = own
+                    self.counters.copies += 1
+            seq.shared_end = 0
+        while seq.capacity < end:
+            if not pool.num_free and not self._reclaim(draft, seq):
+                break
+            block = pool.allocate()
+            draft.put_block(seq, len(seq.block_ids), block)
+            seq.block_ids.append(block)
+            seq.capacity += block_size
+        return min(end, seq.capacity)
+
+    def _reclaim(self, draft: Draft, seq: Sequence) -> bool:
+        """Frees a block by taking those of the last in order; never of one before ``seq`` or in this plan."""
+        while not self.pool.num_free:
+            if self._strip_holder(besides=seq):
+                continue
+            victim = next((s for s in reversed(self.running) if s is seq or s.planned_in != draft.step_id), seq)
+            if victim is seq:
+                return False
+            draft.preempted.append((victim.request_id, seq.request_id))
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        seq.num_lost = seq.num_planned
+        self._vacate(seq)
+        self.waiting.push(seq)
+
+    def _strip_holder(self, besides: Sequence) -> bool:
+        """The last waiting fork gives up the blocks it shares and becomes an ordinary sequence."""
+        victim = next((s for s in reversed(self._holders) if s is not besides), None)
+        if victim is None:
+            return False
+        self.counters.preemptions += 1
+        victim.num_lost = victim.num_planned
+        self._holders.remove(victim)
+        self._vacate(victim)
+        return True
+
+    def _vacate(self, seq: Sequence) -> None:
+        """Back to nothing: blocks, slot and cursors go, results in flight become old."""
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.capacity = seq.shared_end = seq.num_held = seq.num_named = 0
+        seq.next_name_at = NEVER
+        seq.num_planned = seq.num_computed = seq.num_pending = 0
+        seq.epoch += 1
+        if seq.slot != NO_SLOT:
+            index = bisect_left(self.running, seq.key, key=lambda s: s.key)
+            del self.running[index]
+            self._releases.append(seq.slot)
+            self._free_slots.append(seq.slot)
+            seq.slot = NO_SLOT
+
+    # -- commit ----------------------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float) -> list[TokenDelta]:
+        """Takes in the oldest outstanding step; rows of an old epoch are dropped."""
+        step_id, rows, lens = self._in_flight.popleft()
+        if step_id != result.step_id or len(rows) != len(result.num_ids):
+            raise AssertionError(f"result of step {result.step_id} with {len(result.num_ids)} rows, expected {step_id}")
+        deltas: list[TokenDelta] = []
+        ids, at = result.ids.tolist(), 0
+        logprobs, faults, contended = result.logprobs, result.faults, self.waiting.num_tenants > 1
+        columns = zip(rows, result.epochs, lens, result.num_ids, strict=True)
+        for row, (seq, epoch, length, count) in enumerate(columns):
+            first, at = at, at + count
+            if seq.epoch != epoch:
+                continue
+            if faults and row in faults:
+                deltas += self._end(seq, FINISH_ERROR, faults[row])
+                continue
+            if contended:
+                self.waiting.serve(seq.request.tenant, length)
+            seq.num_computed += length
+            if seq.num_computed >= seq.next_name_at:
+                self._name_computed(seq)
+            if count:
+                if seq.num_to_fork:
+                    self._fork(seq)
+                deltas.append(self._emit(seq, ids[first:at], logprobs.get(row) if logprobs else None))
+        if self.config.check:
+            self.check()
+        return deltas
+
+    def _name_computed(self, seq: Sequence) -> None:
+        """Names for blocks that generated ids have filled; prompt blocks got theirs when they were planned."""
+        block_size = self.config.block_size
+        while (seq.num_named + 1) * block_size <= seq.num_computed:
+            index = seq.num_named
+            if index == len(seq.hashes):
+                parent = seq.hashes[-1] if seq.hashes else seq.request.cache_root
+                seq.hashes.append(chain(parent, seq.token_ids[index * block_size : (index + 1) * block_size]))
+            self.pool.name(seq.block_ids[index], seq.hashes[index])
+            seq.num_named += 1
+        seq.next_name_at = (seq.num_named + 1) * block_size
+
+    def _fork(self, parent: Sequence) -> None:
+        """The prompt is in the cache: the other choices begin, sharing its blocks; each recomputes one token for its
+        logits and copies the last, partly filled block when it first writes into it."""
+        request, num_prompt, block_size = parent.request, parent.num_prompt, self.config.block_size
+        shared = parent.block_ids[: -(-num_prompt // block_size)]
+        shared_end = len(shared) * block_size if num_prompt % block_size else 0
+        for choice in range(1, parent.num_to_fork + 1):
+            child = Sequence(request, choice, parent.key[1], parent.max_len, parent.stop_ids)
+            for block in shared:
+                self.pool.acquire(block)
+            child.block_ids = list(shared)
+            child.capacity = len(shared) * block_size
+            child.shared_end = shared_end
+            child.num_planned = child.num_computed = child.num_skipped = num_prompt - 1
+            child.num_held = num_prompt
+            child.num_cached = parent.num_cached
+            child.started = True
+            child.cacheable = parent.cacheable
+            child.hashes = list(parent.hashes)
+            child.num_named = num_prompt // block_size if parent.cacheable else 0
+            self._requests[request.request_id].append(child)
+            self.waiting.join(request.tenant)
+            self.waiting.push(child)
+            insort(self._holders, child, key=lambda s: s.key)
+        parent.shared_end = shared_end
+        parent.num_to_fork = 0
+
+    def _emit(self, seq: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> TokenDelta:
+        token_ids = seq.token_ids
+        offset = len(token_ids) - seq.num_prompt
+        seq.num_pending -= 1
+        reason = None
+        for token in ids:
+            token_ids.append(token)
+            if token in seq.stop_ids:
+                reason = FINISH_STOP
+                break
+            if len(token_ids) == seq.max_len:
+                reason = FINISH_LENGTH
+                break
+        if reason:
+            ids = token_ids[seq.num_prompt + offset :]
+            self.counters.generated += len(ids)
+            return self._finish(seq, reason, ids=ids, offset=offset, logprobs=logprobs)
+        self.counters.generated += len(ids)
+        return TokenDelta(request_id=seq.request_id, choice=seq.choice, offset=offset, ids=ids, logprobs=logprobs)
+
+    # -- endings ---------------------------------------------------------------------------------------------------
+
+    def _end(self, seq: Sequence, reason: str, error: str | None) -> list[TokenDelta]:
+        """Ends a choice and, where it still was to be forked, the choices that would have come out of it."""
+        unborn = range(1, seq.num_to_fork + 1)
+        seq.num_to_fork = 0
+        deltas = [self._finish(seq, reason, error=error)]
+        for choice in unborn:
+            self._count_finish(reason)
+            usage = Usage(seq.num_prompt, seq.num_cached, 0)
+            deltas.append(
+                TokenDelta(
+                    request_id=seq.request_id,
+                    choice=choice,
+                    offset=0,
+                    ids=[],
+                    finish_reason=reason,
+                    usage=usage,
+                    error=error,
+                )
+            )
+        return deltas
+
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: str,
+        *,
+        ids: list[int] | None = None,
+        offset: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        num_generated: int | None = None,
+        error: str | None = None,
+    ) -> TokenDelta:
+        """The one way out. The sequence keeps its ids and loses everything else; its last delta says why."""
+        if num_generated is None:
+            num_generated = seq.num_generated
+        spent = seq.num_lost if seq.slot == NO_SLOT and not seq.block_ids else seq.num_planned
+        if reason in (FINISH_STOP, FINISH_LENGTH):
+            self.counters.discarded += max(0, spent - (seq.num_prompt + num_generated - 1))
+        if seq.slot == NO_SLOT:
+            self.waiting.remove(seq)
+            if seq.block_ids:
+                self._holders.remove(seq)
+        self._vacate(seq)
+        seq.finish_reason = reason
+        choices = self._requests[seq.request_id]
+        choices.remove(seq)
+        if not choices:
+            del self._requests[seq.request_id]
+        self.waiting.leave(seq.request.tenant)
+        self._count_finish(reason)
+        return TokenDelta(
+            request_id=seq.request_id,
+            choice=seq.choice,
+            offset=num_generated if offset is None else offset,
+            ids=ids or [],
+            logprobs=logprobs,
+            finish_reason=reason,
+            usage=Usage(seq.num_prompt, seq.num_cached, num_generated),
+            error=error,
+        )
+
+    def _count_finish(self, reason: str) -> None:
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+
+    # -- what others may know --------------------------------------------------------------------------------------
+
+    def load(self, tokens_per_second: float = 0.0) -> ReplicaLoad:
+        counters = self.counters
+        waiting = self.waiting.all()
+        return ReplicaLoad(
+            step_id=self._next_step,
+            running=len(self.running),
+            waiting=len(waiting),
+            queued_tokens=sum(s.num_todo for s in waiting) + sum(s.num_todo for s in self.running if s.num_todo > 1),
+            tokens_per_second=tokens_per_second,
+            blocks_used=self.pool.num_referenced,
+            blocks_total=self.pool.num_blocks,
+            prompt_tokens_total=counters.prompt,
+            cached_prompt_tokens_total=counters.cached,
+            generation_tokens_total=counters.generated,
+            computed_tokens_total=counters.computed,
+            recomputed_tokens_total=counters.recomputed,
+            discarded_tokens_total=counters.discarded,
+            preemptions_total=counters.preemptions,
+            block_copies_total=counters.copies,
+            finished_total=dict(counters.finished),
+        )
+
+    def check(self) -> None:
+        """Every invariant that a step must keep, or AssertionError: after each step in tests, at idle in production."""
+        waiting = self.waiting.all()
+        alive = [seq for choices in self._requests.values() for seq in choices]
+        assert sorted(s.key for s in alive) == sorted(s.key for s in self.running + waiting), "a sequence is lost"
+        self.pool.check(seq.block_ids for seq in alive)
+        assert [s.key for s in self.running] == sorted(s.key for s in self.running), "running is out of order"
+        assert sum(bool(s.block_ids) for s in waiting) == len(self._holders), "a waiting one holds blocks"
+        slots = [s.slot for s in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "a slot is lost"
+        for seq in alive:
+            length = len(seq.token_ids)
+            assert seq.finish_reason is None
+            assert 0 <= seq.num_computed <= seq.num_planned <= length + seq.num_pending, seq
+            assert seq.num_planned < seq.max_len, seq
+            assert seq.capacity == len(seq.block_ids) * self.config.block_size, seq
+            assert seq.num_planned <= seq.capacity, seq
+            assert (seq.slot == NO_SLOT) == (seq not in self.running), seq

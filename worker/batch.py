@@ -1,0 +1,90 @@
+"""One step as tensors. Made from a plan and the slot table without a loop over sequences; knows no layers.
+
+Rows are put in an order of the batch's own: rows of one token (decodes) first, by context length, then longer chunks. So
+a backend takes both as slices, and rows of like length lie side by side. ``order`` leads back to the plan.
+
+    plan rows      A(1)  B(5)  C(1)  D(3)
+    batch rows     C  A | B          D            order = [2, 0, 1, 3]
+    tokens         c  a   b b b b b  d d d        num_decodes = 2
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.proto.step import NULL_BLOCK, TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan
+from paceline.worker.table import SlotTable, column
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Host columns have one entry a batch row; device tensors one a token, or one a drawing row."""
+
+    order: np.ndarray  # [rows] the plan's row
+    slots: np.ndarray  # [rows]
+    starts: np.ndarray  # [rows] first position that is computed
+    lengths: np.ndarray  # [rows] positions that are computed
+    num_decodes: int  # the first rows, one token each
+    blocks: np.ndarray  # [rows, max_blocks] block table of group 0
+    ids: torch.Tensor  # [tokens] int32
+    positions: torch.Tensor  # [tokens] int64
+    write_to: torch.Tensor  # [tokens] int64, block * block_size + offset; rows that write nothing go to the null block
+    samples: np.ndarray  # [draws] batch rows that draw an id
+    last_tokens: torch.Tensor  # [draws] int64, index of the drawing row's last token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """[rows] tokens that a row's last query looks at, itself included."""
+        return self.starts + self.lengths
+
+    @property
+    def first_tokens(self) -> np.ndarray:
+        """[rows] where a row's tokens begin."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
+    """The plan's chunks as a `Batch`; ids that the plan names are put into the table first.
+
+    The table has the plan applied already. Rows of an epoch that the table does not hold are our own bug: AssertionError.
+    """
+    assert not plan.draft_ids, "drafts are not verified by this version"
+    starts, lengths = column(plan.chunk_starts), column(plan.chunk_lens)
+    order = np.lexsort((np.where(lengths == 1, starts, 0), lengths != 1))
+    slots, starts, lengths = column(plan.chunk_slots)[order], starts[order], lengths[order]
+    epochs = column(plan.chunk_epochs)[order]
+    assert np.array_equal(table.slots["epoch"][slots], epochs), f"plan {plan.step_id} has rows of another epoch"
+
+    tokens = column(plan.chunk_tokens)[order]
+    known = np.flatnonzero(tokens != TOKEN_IN_TABLE)
+    if known.size:
+        table.write_ids(slots[known], starts[known], table.on_device(tokens[known]))
+
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+    token_slots = np.repeat(slots, lengths)
+    writes = np.repeat(column(plan.chunk_writes)[order] != 0, lengths)
+    block = np.where(writes, table.block_table[0, token_slots, positions // block_size], NULL_BLOCK).astype(np.int64)
+    takes = column(plan.chunk_takes)[order]
+    assert np.isin(takes, (TAKE_NONE, TAKE_SAMPLE)).all(), "this version draws ids and takes nothing else"
+    samples = np.flatnonzero(takes == TAKE_SAMPLE)
+
+    device_positions = table.on_device(positions)
+    return Batch(
+        order=order,
+        slots=slots,
+        starts=starts,
+        lengths=lengths,
+        num_decodes=int((lengths == 1).sum()),
+        blocks=table.block_table[0, slots],
+        ids=table.token_ids[table.on_device(token_slots), device_positions],
+        positions=device_positions,
+        write_to=table.on_device(block * block_size + positions % block_size),
+        samples=samples,
+        last_tokens=table.on_device(ends[samples] - 1),
+    )

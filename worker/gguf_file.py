@@ -1,0 +1,158 @@
+"""The container format GGUF, read: metadata, the tensor directory and raw rows. Knows no model and no tokenizer.
+
+The format is described by ggml's docs/gguf.md; block sizes and dequantization are those of the ``gguf`` package. The
+header is read here and not by ``gguf.GGUFReader``, which makes several numpy views per string (measured: 1.8 s for
+SmolLM2's vocabulary against 0.1 s) and reports a truncated file with whatever numpy error comes first.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+
+from paceline.proto.errors import StartupError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+FLOAT32, STRING, ARRAY = 6, 8, 9
+# GGUF's value types as little-endian numpy dtypes.
+SCALARS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+
+
+class GGUFTensor(msgspec.Struct, frozen=True):
+    """An entry of the directory. ``shape`` has the slowest dimension first; ``offset`` counts from the file's start."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """An open file, memory mapped. Raises ``StartupError`` if it is not GGUF, too short, or of types nobody reads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if path.stat().st_size < 24:
+            raise StartupError(f"{path} is {path.stat().st_size} bytes long, which is no GGUF file; download it again.")
+        self.data = np.memmap(path, dtype=np.uint8, mode="r")
+        reader = _HeaderReader(self.data, path)
+        self.metadata, entries = reader.read()
+        self.header_len = reader.at
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        start = -(-self.header_len // alignment) * alignment
+        self.tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in entries}
+        self._check_complete()
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+        try:
+            known = gguf.GGMLQuantizationType(kind)
+            block_len, block_bytes = gguf.GGML_QUANT_SIZES[known]
+        except (ValueError, KeyError) as error:
+            raise StartupError(
+                f"Tensor {name} of {self.path} has ggml type {kind}, which is unknown here; "
+                "use a file quantized to a current type such as Q8_0, Q4_K or BF16."
+            ) from error
+        row_len = shape[-1] if len(shape) > 1 else 1  # values that a row must hold in whole blocks
+        if not shape or 0 in shape or row_len % block_len:
+            raise StartupError(
+                f"Tensor {name} of {self.path} has shape {list(shape)}, which {known.name} with its blocks of "
+                f"{block_len} cannot hold; the file is damaged, download it again."
+            )
+        return GGUFTensor(name, known, shape, offset, math.prod(shape) // block_len * block_bytes)
+
+    def _check_complete(self) -> None:
+        end = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
+        if end > len(self.data):
+            raise StartupError(
+                f"{self.path} is truncated: its tensors end at byte {end:,} but the file has {len(self.data):,}; "
+                "download it again."
+            )
+        for tensor in {tensor.kind: tensor for tensor in self.tensors.values()}.values():
+            try:
+                gguf.quants.dequantize(self.rows(tensor.name)[:1], tensor.kind)
+            except NotImplementedError as error:
+                raise StartupError(
+                    f"Tensor {tensor.name} of {self.path} has type {tensor.kind.name}, which cannot be dequantized; "
+                    "use a file quantized to a current type such as Q8_0, Q4_K or BF16."
+                ) from error
+
+    def rows(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, one row per entry of its first dimension: uint8 [shape[0], bytes]; no copy."""
+        tensor = self.tensors[name]
+        return self.data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
+
+
+class _HeaderReader:
+    """A cursor over the header. ``at`` ends behind the tensor directory."""
+
+    def __init__(self, data: np.ndarray, path: Path):
+        self.view = memoryview(data)
+        self.path = path
+        self.at = 0
+
+    def read(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+        """Metadata, and per tensor its name, shape (slowest first), type number and offset into the data part."""
+        if self._take(4) != MAGIC:
+            raise StartupError(f"{self.path} does not begin like a GGUF file; give a .gguf file or a model folder.")
+        (version,) = self._unpack("<I")
+        if version not in VERSIONS:
+            raise StartupError(
+                f"{self.path} is GGUF version {version}; versions 2 and 3, little-endian, are read. "
+                "Convert the model again with a current llama.cpp."
+            )
+        try:
+            num_tensors, num_keys = self._unpack("<QQ")
+            metadata = {}
+            for _ in range(num_keys):
+                key = self._string()
+                metadata[key] = self._value(*self._unpack("<I"))
+            return metadata, [self._entry() for _ in range(num_tensors)]
+        except (struct.error, UnicodeDecodeError) as error:
+            raise StartupError(f"The header of {self.path} is cut short or damaged; download it again.") from error
+
+    def _take(self, num_bytes: int) -> bytes:
+        if self.at + num_bytes > len(self.view):
+            raise struct.error("past the end")
+        self.at += num_bytes
+        return bytes(self.view[self.at - num_bytes : self.at])
+
+    def _unpack(self, layout: str) -> tuple[int, ...]:
+        values = struct.unpack_from(layout, self.view, self.at)
+        self.at += struct.calcsize(layout)
+        return values
+
+    def _string(self) -> str:
+        return self._take(*self._unpack("<Q")).decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            item, length = self._unpack("<IQ")
+            if item in SCALARS:
+                return self._scalars(item, length)
+            return [self._value(item) for _ in range(length)]
+        value = self._scalars(kind, 1)[0]
+        return float(str(np.float32(value))) if kind == FLOAT32 else value  # 1e-05, not 9.999999747378752e-06
+
+    def _scalars(self, kind: int, length: int) -> list[Any]:
+        if kind not in SCALARS:
+            raise struct.error(f"value type {kind}")
+        dtype = np.dtype(SCALARS[kind])
+        return np.frombuffer(self._take(length * dtype.itemsize), dtype).tolist()
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (num_dims,) = self._unpack("<I")
+        dims = self._unpack(f"<{min(num_dims, 8)}Q")
+        kind, offset = self._unpack("<IQ")
+        return name, dims[::-1], kind, offset

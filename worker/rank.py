@@ -1,0 +1,260 @@
+"""One rank: everything it takes to execute plans, put together once at start. It obeys plans and decides nothing.
+
+Construction, warm-up and steps run on one thread: nobody else touches torch in this process.
+"""
+
+import logging
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.proto.errors import StartupError
+from paceline.proto.request import SamplingParams
+from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, StepResult, column
+from paceline.worker import threads
+from paceline.worker.attention.base import select
+from paceline.worker.batch import Batch
+from paceline.worker.card import make_card
+from paceline.worker.checkpoint import open_checkpoint
+from paceline.worker.config import RankConfig
+from paceline.worker.dump import DumpHeader, write_dump
+from paceline.worker.kv_cache import GIB, KVCache, bytes_per_token, free_memory, plan_pool
+from paceline.worker.loader import load_weights
+from paceline.worker.models import model_class
+from paceline.worker.parallel import Groups
+from paceline.worker.runner import Runner
+from paceline.worker.sampler import Drawn, Sampler
+from paceline.worker.table import SlotTable
+
+KEPT_PLANS = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+log = logging.getLogger("paceline.worker")
+OnPhase = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank holds. Bytes and tokens."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    num_kv_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_kv_blocks * self.block_size * self.kv_bytes_per_token
+
+    @property
+    def full_length_requests(self) -> int:
+        """Requests of max_model_len tokens that the pool holds at once."""
+        return self.num_kv_blocks // -(-self.max_model_len // self.block_size)
+
+
+class PendingStep:
+    """A step that the device was told to do. ``result`` waits for it; on a CPU it is done already."""
+
+    def __init__(self, plan: StepPlan, batch: Batch, drawn: Drawn | None):
+        self._plan, self._batch, self._drawn = plan, batch, drawn
+
+    def result(self) -> StepResult:
+        """One row per chunk, in the plan's order. Rows whose logits are not finite have no id and a fault."""
+        rows = len(self._plan.chunk_slots)
+        num_ids, ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        logprobs, faults = {}, {}
+        if self._drawn is not None:
+            plan_rows = self._batch.order[self._batch.samples]
+            fine = np.isfinite(self._drawn.peaks.cpu().numpy())
+            num_ids[plan_rows] = fine
+            ids[plan_rows] = self._drawn.ids.cpu().numpy()
+            faults = {int(row): "the model's logits are not finite" for row in plan_rows[~fine]}
+            if self._drawn.logprobs is not None:
+                told = self._drawn.logprobs.by_draw()
+                logprobs = {int(plan_rows[draw]): [token] for draw, token in told.items() if fine[draw]}
+        return StepResult(
+            step_id=self._plan.step_id,
+            epochs=self._plan.chunk_epochs,
+            num_ids=_array(num_ids),
+            ids=_array(ids[num_ids > 0]),
+            logprobs=logprobs,
+            faults=faults,
+        )
+
+
+class Rank:
+    """Loads what ``config`` names and then executes plans, in the order in which they are handed in.
+
+    card: the ModelCard. memory: `Memory`. num_kv_blocks: size of the pool, blocks 1 .. num_kv_blocks.
+    Raises StartupError where the model, the memory or a setting does not allow a start.
+    ``on_phase`` is told each phase of the start and its seconds.
+    """
+
+    def __init__(self, config: RankConfig, on_phase: OnPhase | None = None, groups: Groups | None = None):
+        self.config = config
+        self.groups = groups or Groups()
+        self._plans: deque[StepPlan] = deque(maxlen=KEPT_PLANS)
+        self._on_phase = on_phase or (lambda phase, seconds: None)
+        threads.apply(config.num_threads)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        with torch.inference_mode():
+            self._start()
+        log.info("%s", self.describe())
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueues the step.
+
+        An exception means that the cache may be half written: the plans are dumped, and the rank is of no more use.
+        """
+        self._plans.append(plan)
+        try:
+            return PendingStep(plan, *self.runner.run(plan))
+        except Exception as error:
+            self._dump(error)
+            raise
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self.memory.num_kv_blocks
+
+    def describe(self) -> str:
+        """One line: weights, KV bytes per token, blocks, and how many full-length requests fit."""
+        memory = self.memory
+        return (
+            f"{self.card.name} on {self.device.type} in {_name(self.dtype)}, attention by {self.backend_name}, "
+            f"{torch.get_num_threads()} threads: "
+            f"weights {memory.weight_bytes / GIB:.2f} GiB, KV {memory.kv_bytes_per_token} bytes per token, "
+            f"{memory.num_kv_blocks} blocks of {memory.block_size} tokens ({memory.pool_bytes / GIB:.2f} GiB), "
+            f"{memory.full_length_requests} requests of {memory.max_model_len} tokens fit"
+        )
+
+    def _start(self) -> None:
+        config = self.config
+        with self._phase("open"):
+            checkpoint = open_checkpoint(Path(config.model))
+            spec = checkpoint.spec
+            backend = select(config.attention_backend, self.device, self.dtype, spec.head_dim)
+            self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
+            model = model_class(spec)(spec, self.dtype)
+        with self._phase("weights"):
+            weight_bytes = load_weights(model, checkpoint, self.dtype, self.device)
+        with self._phase("kv pool"):
+            num_blocks, max_model_len = plan_pool(
+                spec,
+                self.dtype,
+                config.block_size,
+                config.num_kv_blocks,
+                config.kv_memory_share,
+                free_memory(self.device),
+                config.max_model_len,
+            )
+            cache = KVCache(spec, num_blocks, config.block_size, self.dtype, self.device)
+            table = SlotTable(config.max_num_seqs, max_model_len, config.block_size, device=self.device)
+        with self._phase("card"):
+            self.card = make_card(
+                checkpoint,
+                name=config.served_model_name,
+                dtype=_name(self.dtype),
+                max_model_len=max_model_len,
+                block_size=config.block_size,
+            )
+        self.memory = Memory(
+            weight_bytes, bytes_per_token(spec, self.dtype), num_blocks, config.block_size, max_model_len
+        )
+        self.runner = Runner(model, cache, backend, Sampler(self.card.vocab_size), table)
+        with self._phase("warm-up"):
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Makes kernels and allocators ready for the smallest and the largest steps. Writes go to the null block."""
+        longest = min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)
+        for rows, length in ((1, longest), (1, 1), (self.config.max_num_seqs, 1)):
+            plan = warm_up_plan(rows, length)
+            PendingStep(plan, *self.runner.run(plan)).result()
+            self.runner.run(StepPlan(step_id=0, releases=plan.chunk_slots))
+
+    @contextmanager
+    def _phase(self, name: str):
+        began = time.perf_counter()
+        yield
+        self._on_phase(name, time.perf_counter() - began)
+
+    def _dump(self, error: Exception) -> None:
+        if self.config.dump_dir is None:
+            return
+        path = Path(self.config.dump_dir) / f"plans-{os.getpid()}-{self._plans[-1].step_id}.dump"
+        header = DumpHeader(
+            config=self.config,
+            num_kv_blocks=self.memory.num_kv_blocks,
+            max_model_len=self.memory.max_model_len,
+            error=f"{type(error).__name__}: {error}",
+        )
+        write_dump(path, header, self._plans)
+        log.error("step %d failed; the last %d plans are in %s", self._plans[-1].step_id, len(self._plans), path)
+
+
+def warm_up_plan(rows: int, length: int) -> StepPlan:
+    """``rows`` sequences of ``length`` ids, all 0, that each draw one."""
+    params = SamplingParams(seed=0, temperature=1.0, top_p=0.9)
+    slots = range(rows)
+    return StepPlan(
+        step_id=0,
+        admissions=[
+            SlotInit(slot=slot, epoch=0, token_ids=column([0] * length), num_prompt=length, choice=0, params=params)
+            for slot in slots
+        ],
+        chunk_slots=column(slots),
+        chunk_epochs=column([0] * rows),
+        chunk_starts=column([0] * rows),
+        chunk_lens=column([length] * rows),
+        chunk_tokens=column([TOKEN_IN_TABLE] * rows),
+        chunk_takes=column([TAKE_SAMPLE] * rows),
+        chunk_writes=column([0] * rows),
+        num_drafts=column([0] * rows),
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises StartupError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"--device {name} is not a device torch knows.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"--device {name}: torch sees no CUDA device here; --device cpu would work.")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bf16 where the device computes in it, else fp32."""
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        raise StartupError(f"--dtype {name} is not known; auto, {', '.join(DTYPES)} are.")
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported()
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _array(values: np.ndarray) -> array:
+    result = column()
+    result.frombytes(values.astype(np.int32).tobytes())
+    return result

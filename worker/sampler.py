@@ -1,0 +1,192 @@
+"""Logits to ids, for all drawing rows of a step at once. Keeps no state: all that it needs is in the slot table.
+
+Noise is a hash of (seed, choice, position of the drawn id, vocabulary id), so neither batch, chunking, preemption nor
+replica can change what a request draws. An id is drawn by the Gumbel-max trick: the largest of logit / temperature -
+log(E), with E exponential noise, falls on each id with its softmax probability. Order of the steps: repetition,
+frequency and presence penalties, logit bias, temperature, top-k, top-p (of what top-k left), min-p.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.proto.request import TokenLogprobs
+from paceline.worker.noise import log_exponential, row_keys
+from paceline.worker.table import NO_LOGPROBS, SlotTable
+
+_CANDIDATES = (256, 4096)  # top-p looks at so many of the largest logits before it looks at all
+_PIECE = 1 << 16  # elements per pass over the whole vocabulary on a CPU: stays in its cache, twice as fast
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """For the draws ``rows``: log-probability of the drawn id [n], and the largest ones, sorted, [n, k]."""
+
+    rows: np.ndarray  # [n] index among the step's draws
+    counts: np.ndarray  # [n] how many of the k each row asked for
+    drawn: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+    def by_draw(self) -> dict[int, TokenLogprobs]:
+        drawn, top_ids, top = self.drawn.tolist(), self.top_ids.tolist(), self.top.tolist()
+        told = zip(self.rows.tolist(), self.counts.tolist(), drawn, top_ids, top, strict=True)
+        return {row: TokenLogprobs(value, ids[:k], values[:k]) for row, k, value, ids, values in told}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """On the device, one entry a draw."""
+
+    ids: torch.Tensor  # [draws] int64
+    peaks: torch.Tensor  # [draws] largest raw logit; not finite where the row's logits are broken
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """``vocab_size``: ids that may be drawn; logits beyond it are padding of the embedding."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> Drawn:
+        """logits: [draws, >= vocab_size]; slots, positions: [draws], the position is where the drawn id will stand."""
+        rows = table.slots[slots]
+        raw = logits[:, : self.vocab_size].float()
+        ids = _draw(_shape(raw, rows, slots, positions, table), rows, positions)
+        wanted = np.flatnonzero(rows["logprobs"] != NO_LOGPROBS)
+        logprobs = _logprobs(raw, ids, wanted, rows["logprobs"][wanted]) if wanted.size else None
+        return Drawn(ids, raw.amax(-1), logprobs)
+
+
+def _shape(raw: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, table: SlotTable):
+    """Logits after penalties and bias: ``raw`` itself where no row has any, else a copy."""
+    penal = (rows["repetition_penalty"] != 1) | (rows["presence_penalty"] != 0) | (rows["frequency_penalty"] != 0)
+    biased = np.flatnonzero(rows["biased"])
+    if not penal.any() and not biased.size:
+        return raw
+    logits = raw.clone()
+    if penal.any():
+        which = np.flatnonzero(penal)
+        where = _to(which, raw)
+        logits[where] = _penalize(raw[where], rows[which], slots[which], positions[which], table)
+    for row in biased.tolist():
+        bias = {i: value for i, value in table.logit_bias[int(slots[row])].items() if 0 <= i < raw.shape[1]}
+        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=raw.device)
+        logits[row].index_add_(0, torch.tensor(list(bias), dtype=torch.int64, device=raw.device), values)
+    return logits
+
+
+def _penalize(logits, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> torch.Tensor:
+    """logits: [rows, vocab]. Repetition (Keskar et al., 2019) counts all ids, the others generated ones."""
+    longest = int(positions.max())
+    ids = table.token_ids[_to(slots, logits), :longest].long()
+    at = np.arange(longest)
+    known = at < positions[:, None]
+    generated = known & (at >= rows["num_prompt"][:, None])
+    ids = ids.clamp_(max=logits.shape[1] - 1)
+    seen = torch.zeros_like(logits).scatter_add_(1, ids, _to(known.astype(np.float32), logits)) > 0
+    counts = torch.zeros_like(logits).scatter_add_(1, ids, _to(generated.astype(np.float32), logits))
+    repetition = _column(rows["repetition_penalty"], logits)
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits -= counts * _column(rows["frequency_penalty"], logits)
+    logits -= (counts > 0) * _column(rows["presence_penalty"], logits)
+    return logits
+
+
+def _draw(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """[draws, vocab] -> [draws] int64."""
+    random = rows["temperature"] > 0
+    if not random.any():
+        return logits.argmax(-1)
+    filtered = random & (_top_k(rows, logits.shape[1]) | (rows["top_p"] < 1))
+    ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for which, draw in ((~random, None), (filtered, _draw_filtered), (random & ~filtered, _draw_unfiltered)):
+        if which.any():
+            index = _to(np.flatnonzero(which), logits)
+            own = logits if which.all() else logits[index]
+            ids[index] = own.argmax(-1) if draw is None else draw(own, rows[which], positions[which])
+    return ids
+
+
+def _scale(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """(logits - largest) / temperature: the largest is 0, so no temperature, however small, makes a nan."""
+    return (logits - logits.amax(-1, keepdim=True)) / _column(rows["temperature"], logits)
+
+
+def _draw_unfiltered(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """Over the whole vocabulary, with min-p at most."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    step = max(1, _PIECE // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    drawn = []
+    for start in range(0, len(rows), step):
+        own = slice(start, start + step)
+        scores = _scale(logits[own], rows[own])
+        if rows["min_p"][own].any():
+            scores.masked_fill_(scores < _column(rows["min_p"][own], logits).log(), -torch.inf)
+        scores -= log_exponential(*_keys(rows[own], positions[own], logits), ids)
+        drawn.append(scores.argmax(-1))
+    return torch.cat(drawn)
+
+
+def _draw_filtered(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """Among the largest logits; a row whose kept set may reach beyond them is tried again with more, in the end all."""
+    scaled = _scale(logits, rows)
+    total = scaled.exp().sum(-1, keepdim=True)  # [rows, 1]
+    ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    left = np.arange(len(rows))
+    for size in (*(size for size in _CANDIDATES if size < logits.shape[1]), logits.shape[1]):
+        index = _to(left, logits)
+        values, candidates = scaled[index].topk(size)
+        keep, enough = _kept(values, total[index], rows[left], size == logits.shape[1])
+        scores = values - log_exponential(*_keys(rows[left], positions[left], logits), candidates.int())
+        best = scores.masked_fill_(~keep, -torch.inf).argmax(-1, keepdim=True)
+        ids[index] = candidates.gather(1, best).squeeze(1)
+        left = left[~enough.cpu().numpy()]
+        if not left.size:
+            break
+    return ids
+
+
+def _kept(values: torch.Tensor, total: torch.Tensor, rows: np.ndarray, is_all: bool):
+    """Which of the sorted candidates [rows, size] the filters keep, and [rows] whether no other id could be kept."""
+    size = values.shape[1]
+    limited = _top_k(rows, size + 1)  # rows whose top-k lies inside the candidates
+    top_k = _column(np.where(limited, rows["top_k"], size), values)
+    inside = torch.arange(size, device=values.device) < top_k
+    weights = values.exp() * inside
+    total = torch.where(_to(limited, values)[:, None], weights.sum(-1, keepdim=True), total)
+    mass = weights.cumsum(-1) / total
+    top_p = _column(rows["top_p"], values)
+    before = mass - weights / total
+    keep = inside & ((before < top_p) | (top_p >= 1)) & (values >= _column(rows["min_p"], values).log())
+    keep[:, 0] = True
+    enough = _to(limited, values) | ((mass[:, -1:] >= top_p) & (top_p < 1)).squeeze(1)
+    # A wider top-k than the candidates changes what top-p is a share of: only the next round can tell.
+    enough &= _to(limited | (rows["top_k"] <= 0), values)
+    return keep, torch.ones_like(enough) if is_all else enough
+
+
+def _logprobs(raw: torch.Tensor, ids: torch.Tensor, which: np.ndarray, counts: np.ndarray) -> Logprobs:
+    index = _to(which, raw)
+    logprobs = raw[index].log_softmax(-1)
+    top, top_ids = logprobs.topk(min(int(counts.max()), raw.shape[1]))
+    return Logprobs(which, counts, logprobs.gather(1, ids[index, None]).squeeze(1), top_ids, top)
+
+
+def _top_k(rows: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Rows whose top-k leaves anything out."""
+    return (rows["top_k"] > 0) & (rows["top_k"] < vocab_size)
+
+
+def _keys(rows: np.ndarray, positions: np.ndarray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(_to(key, like)[:, None] for key in row_keys(rows["seed"], rows["choice"], positions))
+
+
+def _to(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device, non_blocking=True)
+
+
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return _to(values, like)[:, None]
