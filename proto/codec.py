@@ -119,11 +119,12 @@ def request_of(submission: replica_pb2.Submission) -> Request:
 # -- deltas: protobuf columns ------------------------------------------------------------------------------------------
 
 
-def deltas_frame(deltas: Iterable[TokenDelta], handle_of: Callable[[TokenDelta], int]) -> replica_pb2.Deltas:
+def deltas_frame(rows: Iterable[tuple[int, TokenDelta]]) -> replica_pb2.Deltas:
+    """Rows are (handle, delta)."""
     frame = replica_pb2.Deltas()
     handles, choices, offsets, num_ids, ids = [], [], [], [], []
-    for row, delta in enumerate(deltas):
-        handles.append(handle_of(delta))
+    for row, (handle, delta) in enumerate(rows):
+        handles.append(handle)
         choices.append(delta.choice)
         offsets.append(delta.offset)
         num_ids.append(len(delta.ids))

@@ -68,7 +68,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """News of one choice: ids from ``offset`` on (counted from its first emitted id). The last one says why it ended."""
+    """News of one choice: ids from ``offset`` on, counted from its first emitted id. The last one says why it ended."""
 
     request_id: str
     choice: int

@@ -87,9 +87,7 @@ class Service:
         Raises RequestError for what cannot be asked of this model, or what the replica answered.
         """
         model = self.model
-        prompts = await self._prompt_ids(model, call)
-        _check_context(prompts, call, model.card)
-        requests = [self._request(model, call, ids, at) for at, ids in enumerate(prompts)]
+        requests = await model.tokenizer.off_loop(_size(call), lambda: _requests(model, call))
         generation = Generation(model, call, requests)
         try:
             await generation.submit(self._pool)
@@ -97,25 +95,32 @@ class Service:
         finally:
             generation.abort()
 
-    async def _prompt_ids(self, model: Model, call: Call) -> list[list[int]]:
-        tokenizer = model.tokenizer
-        if call.route == CHAT:
-            size = sum(len(message.content) for message in call.messages)
-            return [await tokenizer.off_loop(size, lambda: model.encode_chat(call))]
-        size = sum(len(prompt) for prompt in call.prompts if isinstance(prompt, str))
-        return await tokenizer.off_loop(
-            size, lambda: [tokenizer.encode(p) if isinstance(p, str) else p for p in call.prompts]
-        )
 
-    def _request(self, model: Model, call: Call, ids: list[int], at: int) -> Request:
-        # Not the client's request id: two calls may carry the same one.
-        return Request(
-            request_id=f"{secrets.token_hex(12)}-{at}",
+def _size(call: Call) -> int:
+    """Characters and ids to work through."""
+    return sum(map(len, call.prompts)) + sum(len(message.content) for message in call.messages)
+
+
+def _requests(model: Model, call: Call) -> list[Request]:
+    """One per prompt; pure, and in a thread if there is much to tokenize and to hash."""
+    tokenizer, card = model.tokenizer, model.card
+    if call.route == CHAT:
+        prompts = [model.encode_chat(call)]
+    else:
+        prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in call.prompts]
+    _check_context(prompts, call, card)
+    # Not the client's request id: two calls may carry the same one.
+    name = secrets.token_hex(12)
+    return [
+        Request(
+            request_id=f"{name}-{at}",
             prompt_ids=ids,
             params=call.params,
             priority=call.priority,
-            block_hashes=hashing.prompt_hashes(model.hash_root, ids, model.card.block_size),
+            block_hashes=hashing.prompt_hashes(model.hash_root, ids, card.block_size),
         )
+        for at, ids in enumerate(prompts)
+    ]
 
 
 class Generation:

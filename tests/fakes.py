@@ -123,6 +123,7 @@ class FakeReplica:
         self.hellos: list[replica_pb2.Hello] = []
         self.running: dict[int, Running] = {}
         self.address = ""
+        self._tasks: list[asyncio.Task[None]] = []
         self._released = asyncio.Event()
         if not hold:
             self._released.set()
@@ -194,17 +195,22 @@ class FakeReplica:
         elif kind == "submit":
             request, handle = codec.request_of(frame.submit), frame.submit.handle
             self.submissions.append(request)
-            await self._released.wait()
-            if self.reject is not None:
-                rejected = replica_pb2.Rejected(handle=handle, error=codec.error_message(self.reject))
-                await self._write(context, lock, replica_pb2.AttachResponse(rejected=rejected))
-                return
-            n = request.params.n
-            scripts = [list(self.script(request, choice)) for choice in range(n)]
-            self.running[handle] = Running(request, scripts, [0] * n, set(range(n)))
-            accepted = replica_pb2.Accepted(handle=handle)
-            await self._write(context, lock, replica_pb2.AttachResponse(accepted=accepted))
-            work.set()
+            self._tasks.append(asyncio.create_task(self._admit(request, handle, context, lock, work)))
+
+    async def _admit(self, request, handle, context, lock, work) -> None:
+        await self._released.wait()
+        if handle in self.cancels:
+            return
+        if self.reject is not None:
+            rejected = replica_pb2.Rejected(handle=handle, error=codec.error_message(self.reject))
+            await self._write(context, lock, replica_pb2.AttachResponse(rejected=rejected))
+            return
+        n = request.params.n
+        scripts = [list(self.script(request, choice)) for choice in range(n)]
+        self.running[handle] = Running(request, scripts, [0] * n, set(range(n)))
+        accepted = replica_pb2.Accepted(handle=handle)
+        await self._write(context, lock, replica_pb2.AttachResponse(accepted=accepted))
+        work.set()
 
     async def _finish(self, finish, context, lock) -> None:
         running = self.running.get(finish.handle)
@@ -283,10 +289,7 @@ class FakeReplica:
             self.running.pop(handle, None)
 
     def _frame(self, rows: list[tuple[int, TokenDelta]]) -> replica_pb2.AttachResponse:
-        handles = iter([handle for handle, _ in rows])
-        return replica_pb2.AttachResponse(
-            deltas=codec.deltas_frame([delta for _, delta in rows], lambda _: next(handles))
-        )
+        return replica_pb2.AttachResponse(deltas=codec.deltas_frame(rows))
 
     async def _beat(self, context, lock) -> None:
         while not self.silent:

@@ -14,6 +14,7 @@ CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hello world, hello again!",
     "서울은 대한민국의 수도이다. 안녕하세요 안녕",
     "def f(x):\n    return x + 12345  # code\n\n\n",
+    "Requests become tokens, tokens become steps, and steps become text; an engine plans what its ranks execute.",
 ]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -149,10 +150,18 @@ def gguf_weights(folder: Path) -> dict[str, np.ndarray]:
     return weights
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32", *, extra: dict[str, Any] | None = None) -> Path:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    extra: dict[str, Any] | None = None,
+    raw: dict[str, tuple[str, np.ndarray]] | None = None,
+) -> Path:
     """The tiny folder as a GGUF file whose matrices have ggml type ``kind``; norms and biases stay F32.
 
-    ``extra`` adds or replaces metadata (str, bool, int, float or list); a value of None leaves the key out.
+    ``extra`` adds or replaces metadata (str, bool, int, float or list); a value of None leaves the key out. ``raw``
+    adds or replaces tensors by (type, array), where quantized types are given as bytes, uint8 [rows, row bytes].
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
@@ -173,7 +182,11 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, extra: dict[str, 
     writer = gguf.GGUFWriter(str(path), arch="llama")
     add_metadata(writer, meta)
     qtype = gguf.GGMLQuantizationType[kind]
+    for name, (type_name, values) in (raw or {}).items():
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[type_name])
     for name, values in gguf_weights(folder).items():
+        if name in (raw or {}):
+            continue
         if kind == "F32" or values.ndim == 1:
             writer.add_tensor(name, values)
         elif kind == "F16":

@@ -50,10 +50,12 @@ class FolderCheckpoint(Checkpoint):
         self.config = config
         self.files = {file: SafetensorsFile(file) for file in _weight_files(path)}
         self.holders = {name: file for file in self.files.values() for name in file.entries if self._is_weight(name)}
-        num_bytes: Counter[str] = Counter()
+        num_values: Counter[str] = Counter()
         for name, file in self.holders.items():
-            num_bytes[file.entries[name]["dtype"]] += prod(file.shape(name))
-        self.stored_dtype = DTYPES[num_bytes.most_common(1)[0][0]]
+            num_values[DTYPES[file.entries[name]["dtype"]]] += prod(file.shape(name))
+        if not num_values:
+            raise StartupError(f"The weight files of {path} hold no tensors; download them again.")
+        self.stored_dtype = num_values.most_common(1)[0][0]
 
     def _is_weight(self, name: str) -> bool:
         """Rotary buffers are computed anew; a head tied to the embedding is sometimes stored all the same."""

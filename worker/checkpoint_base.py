@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.proto.errors import StartupError
 from paceline.worker.models.spec import ModelSpec
 
 SAMPLE_BYTES = 64 * 1024
@@ -64,6 +65,28 @@ class Checkpoint(ABC):
     @abstractmethod
     def identity(self) -> bytes:
         """Equal for equal weights and config, cheaply: headers, sizes and samples of each file, not every byte."""
+
+
+def checked(spec: ModelSpec, path: Path) -> ModelSpec:
+    """The spec, if a decoder of that shape can exist. Raises ``StartupError`` naming the numbers that do not fit."""
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "layers": spec.num_layers,
+        "heads": spec.num_heads,
+        "KV heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocabulary": spec.vocab_size,
+        "positions": spec.max_position,
+    }
+    if wrong := [f"{value} {name}" for name, value in sizes.items() if value < 1]:
+        raise StartupError(f"{path} describes a model with {', '.join(wrong)}; take the model as it was published.")
+    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+        raise StartupError(
+            f"{path} describes {spec.num_heads} heads of {spec.head_dim} values over {spec.num_kv_heads} KV heads; "
+            "heads must share KV heads evenly and be of even size."
+        )
+    return spec
 
 
 def samples(path: Path) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ asked for, a row range at a time; nothing is computed on quantized weights.
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.proto.errors import StartupError
-from paceline.worker.checkpoint_base import Checkpoint, samples
+from paceline.worker.checkpoint_base import Checkpoint, checked, samples
 from paceline.worker.gguf_file import GGUFFile, GGUFTensor
 from paceline.worker.gguf_tokenizer import read_vocabulary
 from paceline.worker.models.spec import ModelSpec, RopeScaling
@@ -35,6 +36,7 @@ LAYER_NAMES = {
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 BUFFERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?|blk\.\d+\.rope_freqs\.weight")
+FOLDED_VALUES = 8192
 PLAIN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 GENERATION_KEYS = {
     "temperature": "general.sampling.temp",
@@ -57,14 +59,16 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path} is one of {meta['split.count']} parts; merge them with llama-gguf-split --merge and give the "
                 "merged file."
             )
-        self.spec = _spec(self.file)
+        self.spec = checked(_spec(self.file), path)
         self.vocabulary = read_vocabulary(meta, path)
         self.generation_defaults = {name: meta[key] for name, key in GENERATION_KEYS.items() if key in meta}
         self.tensors = {
             canonical_name(name): tensor for name, tensor in self.file.tensors.items() if not BUFFERS.fullmatch(name)
         }
-        biggest = max(self.file.tensors.values(), key=lambda tensor: tensor.num_bytes)
-        self.stored_dtype = PLAIN_DTYPES.get(biggest.kind.name, "float32")
+        num_values: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            num_values[PLAIN_DTYPES.get(tensor.kind.name, "float32")] += math.prod(tensor.shape)
+        self.stored_dtype = num_values.most_common(1)[0][0]
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -113,7 +117,13 @@ def _decode(raw: np.ndarray, tensor: GGUFTensor) -> torch.Tensor:
     """uint8 [rows, bytes] -> [rows, values per row] in the plain dtype stored, or float32 where quantized."""
     kind = tensor.kind.name
     if kind not in PLAIN_DTYPES:
-        return torch.from_numpy(gguf.quants.dequantize(raw, tensor.kind))
+        # The package works on 16 rows at a time. Blocks know no rows, so short rows are joined until 16 of them fill
+        # the cache: measured twice as fast on SmolLM2.
+        num_rows, row_len = raw.shape[0], math.prod(tensor.shape[1:])
+        power = max(FOLDED_VALUES // row_len, 1).bit_length() - 1
+        fold = math.gcd(num_rows, 1 << power)
+        values = gguf.quants.dequantize(raw.reshape(num_rows // fold, -1), tensor.kind)
+        return torch.from_numpy(values).reshape(num_rows, row_len)
     return torch.from_numpy(np.array(raw)).view(getattr(torch, PLAIN_DTYPES[kind]))  # a copy: the map is read-only
 
 
@@ -199,7 +209,9 @@ def _need_int(file: GGUFFile, key: str, default: int | None = None) -> int:
         if len(set(value)) != 1:
             raise StartupError(f"{file.path} has layers of different shape ({key}); all layers must be alike.")
         value = value[0]
-    return int(value)
+    if not isinstance(value, int) or value < 1:
+        raise StartupError(f"{file.path} has {key} {value!r}, which is no count; download or convert the model again.")
+    return value
 
 
 def _tensor(file: GGUFFile, name: str) -> GGUFTensor:

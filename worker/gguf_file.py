@@ -48,8 +48,12 @@ class GGUFFile:
         self.metadata, entries = reader.read()
         self.header_len = reader.at
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise StartupError(f"{path} has general.alignment {alignment}, which is damage; download it again.")
         start = -(-self.header_len // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in entries}
+        if not self.tensors:
+            raise StartupError(f"{path} holds no tensors, only metadata; give the file with the weights.")
         self._check_complete()
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
@@ -116,7 +120,7 @@ class _HeaderReader:
                 key = self._string()
                 metadata[key] = self._value(*self._unpack("<I"))
             return metadata, [self._entry() for _ in range(num_tensors)]
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
             raise StartupError(f"The header of {self.path} is cut short or damaged; download it again.") from error
 
     def _take(self, num_bytes: int) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.proto.errors import StartupError
-from paceline.worker.checkpoint_base import Vocabulary, with_bos
+from paceline.worker.checkpoint_base import Vocabulary, checked, with_bos
 from paceline.worker.models.spec import ModelSpec, RopeScaling
 
 Json = dict[str, Any]
@@ -48,7 +48,7 @@ def read_spec(config: Json, path: Path) -> ModelSpec:
             f"{path} describes weights quantized by '{method}' (quantization_config), which is not supported; use the "
             "unquantized model or a GGUF file of it."
         )
-    max_position = int(_need(config, "max_position_embeddings", path))
+    max_position = _need_int(config, "max_position_embeddings", path)
     if architecture == "MistralForCausalLM":
         window = config.get("sliding_window", MISTRAL_WINDOW)
         if window is not None and window < max_position:
@@ -58,19 +58,19 @@ def read_spec(config: Json, path: Path) -> ModelSpec:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise StartupError(f"{path} asks for hidden_act '{activation}', which is not supported; supported: silu.")
-    num_heads = int(_need(config, "num_attention_heads", path))
-    hidden_size = int(_need(config, "hidden_size", path))
+    num_heads = _need_int(config, "num_attention_heads", path)
+    hidden_size = _need_int(config, "hidden_size", path)
     bias = bool(config.get("attention_bias", False))
     theta, scaling = _read_rope(config, max_position, path)
-    return ModelSpec(
+    spec = ModelSpec(
         architecture="llama",
         hidden_size=hidden_size,
-        intermediate_size=int(_need(config, "intermediate_size", path)),
-        num_layers=int(_need(config, "num_hidden_layers", path)),
+        intermediate_size=_need_int(config, "intermediate_size", path),
+        num_layers=_need_int(config, "num_hidden_layers", path),
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-        vocab_size=int(_need(config, "vocab_size", path)),
+        vocab_size=_need_int(config, "vocab_size", path),
         max_position=max_position,
         norm_eps=float(_need(config, "rms_norm_eps", path)),
         rope_theta=theta,
@@ -80,6 +80,7 @@ def read_spec(config: Json, path: Path) -> ModelSpec:
         attention_out_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
+    return checked(spec, path)
 
 
 def _read_rope(config: Json, max_position: int, path: Path) -> tuple[float, RopeScaling | None]:
@@ -113,6 +114,13 @@ def _need(config: Json, field: str, path: Path, inside: str | None = None) -> An
         where = f"{inside}.{field}" if inside else field
         raise StartupError(f"{path} lacks the field {where}; take the config.json that the model was published with.")
     return config[field]
+
+
+def _need_int(config: Json, field: str, path: Path) -> int:
+    value = _need(config, field, path)
+    if not isinstance(value, int) or value < 1:
+        raise StartupError(f"{path} has {field} {value!r}, which is no count; take the config.json as published.")
+    return value
 
 
 def read_vocabulary(folder: Path, config: Json, generation: Json) -> Vocabulary:

@@ -61,7 +61,7 @@ def resolve(model: str, progress: Progress | None = None, cache_dir: Path | None
     ~/.cache/paceline/models), Hub models in the Hub's own cache. Raises ``StartupError`` with one sentence."""
     report = progress or _silent
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         if path.is_dir() or path.suffix == ".gguf":
             return path
         raise StartupError(f"{model} is neither a model folder nor a .gguf file; give one of these.")

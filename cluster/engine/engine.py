@@ -99,7 +99,9 @@ class Engine:
             log.exception("an invariant does not hold; the replica goes on")
 
     def _end_all(self, reason: str, error: str) -> list[TokenDelta]:
-        return [d for request_id in self.scheduler.request_ids() for d in self.scheduler.abort(request_id, reason, error)]
+        return [
+            d for request_id in self.scheduler.request_ids() for d in self.scheduler.abort(request_id, reason, error)
+        ]
 
     def _snapshot(self, force: bool = False) -> None:
         now = time.monotonic()

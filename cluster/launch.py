@@ -1,0 +1,70 @@
+"""Starts and ends what `paceline serve` runs on Ray: the local cluster where none is given, and the controller.
+
+Blocking calls for a process that has no event loop yet. It knows Ray's life, not what runs in it.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+
+import ray
+
+from paceline.cluster.config import ClusterConfig
+from paceline.cluster.controller import Controller, controller_options
+from paceline.proto.errors import PacelineError, StartupError
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB; no tensor ever goes through it
+POLL = 0.2  # seconds
+
+
+class Cluster:
+    """``start`` returns the controller's HOST:PORT once every replica serves; ``stop`` leaves no process behind."""
+
+    def __init__(self, config: ClusterConfig):
+        self._config = config
+        self._controller = None
+
+    def start(self, on_states: Callable[[dict[str, str]], None] = lambda states: None) -> tuple[str, list[str]]:
+        """Also returns what each replica loaded. Raises StartupError with the reason of the first that cannot."""
+        _connect(self._config)
+        self._controller = ray.remote(Controller).options(**controller_options(self._config)).remote(self._config)
+        try:
+            address = ray.get(self._controller.start.remote())
+            ready = self._controller.wait_ready.remote()
+            while not ray.wait([ready], timeout=POLL)[0]:
+                on_states(ray.get(self._controller.states.remote()))
+            return address, ray.get(ready)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise StartupError(cause.message if isinstance(cause, PacelineError) else str(cause)) from None
+        except ray.exceptions.RayActorError as error:
+            raise StartupError(f"the controller died: {error}") from None
+
+    def stop(self) -> None:
+        if not ray.is_initialized():
+            return
+        if self._controller is not None:
+            try:
+                ray.get(self._controller.stop.remote(), timeout=5)
+            except (ray.exceptions.RayError, TimeoutError):
+                logging.getLogger("paceline").warning("the controller did not stop by itself")
+            ray.kill(self._controller, no_restart=True)
+        ray.shutdown()
+
+
+def _connect(config: ClusterConfig) -> None:
+    """A given address is joined. Otherwise a local cluster is started: no dashboard, a small object store."""
+    options = {"namespace": config.namespace, "logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if config.ray_address:
+            ray.init(address=config.ray_address, **options)
+            return
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            num_cpus=max(os.cpu_count() or 1, config.num_replicas * config.num_cpus_per_replica),
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise StartupError(f"Ray at {config.ray_address or 'this machine'} cannot be had: {error}") from error

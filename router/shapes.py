@@ -1,0 +1,169 @@
+"""Answers as OpenAI clients expect them: whole objects, stream events, errors. Bytes out; no I/O, no decisions.
+
+Streams: per choice first a chunk with the role (chat), then text with `finish_reason` null, then an empty chunk with
+the reason; last, if asked for, one chunk with usage and no choices. All carry one id and one `created`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from paceline.proto.errors import PacelineError
+from paceline.proto.request import TokenLogprobs, Usage
+from paceline.router.detokenizer import Detokenizer, TextDelta
+from paceline.router.fields import CHAT
+from paceline.router.openai import Call
+from paceline.router.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON has not
+MAX_MESSAGE = 2000  # characters of an error's text
+DONE = b"data: [DONE]\n\n"
+_ERROR_TYPES = {404: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
+
+
+class Shape:
+    """The answer to one call. ``response_id`` and ``created`` (unix seconds) are the same in every chunk."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer, response_id: str, created: int):
+        self._call = call
+        self._chat = call.route == CHAT
+        self._id, self._created = response_id, created
+        self._choices = [_Choice(self._chat, tokenizer) for _ in range(call.num_choices)]
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        usage = b'"usage":null,' if call.include_usage else b""
+        head = self._head(kind)[:-1] + b"," + usage + b'"choices":[{"index":'
+        field = b',"delta":{"content":' if self._chat else b',"text":'
+        self._heads = [b"data: " + head + str(index).encode() for index in range(call.num_choices)]
+        self._text_heads = [head + field for head in self._heads]
+        self._text_tail = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def opening(self) -> bytes:
+        """The chunks that come before any text."""
+        if not self._chat:
+            return b""
+        tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+        return b"".join([head + tail for head in self._heads])
+
+    def event(self, delta: TextDelta) -> bytes:
+        """What one delta is on the wire: a chunk of text, one with the reason, both or none."""
+        out = b""
+        if delta.text or delta.logprobs:
+            text = orjson.dumps(delta.text)
+            if delta.logprobs is None:
+                out = self._text_heads[delta.index] + text + self._text_tail
+            else:
+                logprobs = orjson.dumps(self._choices[delta.index].logprobs(delta.ids, delta.logprobs))
+                middle = text + (b"}" if self._chat else b"") + b',"logprobs":' + logprobs
+                out = self._text_heads[delta.index] + middle + b',"finish_reason":null}]}\n\n'
+        if delta.finish_reason is not None:
+            empty = b',"delta":{}' if self._chat else b',"text":""'
+            reason = orjson.dumps(delta.finish_reason)
+            out += self._heads[delta.index] + empty + b',"logprobs":null,"finish_reason":' + reason + b"}]}\n\n"
+        return out
+
+    def usage_event(self, usage: Usage) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return b"data: " + self._head(kind)[:-1] + b',"choices":[],"usage":' + orjson.dumps(usage_of(usage)) + b"}\n\n"
+
+    def collect(self, delta: TextDelta) -> None:
+        """For an answer that is sent whole."""
+        self._choices[delta.index].collect(delta)
+
+    def whole(self, usage: Usage) -> bytes:
+        choices = [choice.whole(index) for index, choice in enumerate(self._choices)]
+        head = self._head("chat.completion" if self._chat else "text_completion")
+        return head[:-1] + b',"choices":' + orjson.dumps(choices) + b',"usage":' + orjson.dumps(usage_of(usage)) + b"}"
+
+    def _head(self, kind: str) -> bytes:
+        return orjson.dumps({"id": self._id, "object": kind, "created": self._created, "model": self._call.model})
+
+
+class _Choice:
+    """Gathers one choice and shapes its logprobs."""
+
+    def __init__(self, chat: bool, tokenizer: Tokenizer):
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+        self._logprobs: dict[str, list[Any]] | None = None
+        self._reason: str | None = None
+        self._meter = Detokenizer(tokenizer.text_bytes)  # for text_offset
+        self._offset = 0
+
+    def collect(self, delta: TextDelta) -> None:
+        self._texts.append(delta.text)
+        self._reason = delta.finish_reason or self._reason
+        if delta.logprobs is not None:
+            more = self.logprobs(delta.ids, delta.logprobs)
+            if self._logprobs is None:
+                self._logprobs = more
+            else:
+                for name, values in self._logprobs.items():
+                    values.extend(more[name])
+
+    def whole(self, index: int) -> dict[str, Any]:
+        text = "".join(self._texts)
+        if self._chat:
+            body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            body = {"text": text}
+        return {"index": index, **body, "logprobs": self._logprobs, "finish_reason": self._reason}
+
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        if self._chat:
+            return {"content": [self._chat_token(id, entry) for id, entry in zip(ids, logprobs, strict=True)]}
+        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for id, entry in zip(ids, logprobs, strict=True):
+            out["tokens"].append(self._name(id))
+            out["token_logprobs"].append(floor(entry.logprob))
+            tops = {self._name(top): floor(value) for top, value in zip(entry.top_ids, entry.top_logprobs, strict=True)}
+            tops.setdefault(self._name(id), floor(entry.logprob))
+            out["top_logprobs"].append(tops)
+            out["text_offset"].append(self._offset)
+            self._offset += len(self._meter.push([id]))
+        return out
+
+    def _chat_token(self, id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        tops = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return self._token(id, entry.logprob) | {"top_logprobs": [self._token(top, value) for top, value in tops]}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": floor(logprob), "bytes": list(raw)}
+
+    def _name(self, id: int) -> str:
+        """A key of its own for each token, also for parts of a character."""
+        raw = self._tokenizer.token_bytes(id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def floor(logprob: float) -> float:
+    return max(logprob, LOWEST) if math.isfinite(logprob) else LOWEST
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_generated,
+        "total_tokens": usage.num_prompt + usage.num_generated,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+
+
+def error_body(status: int, code: str, message: str, param: str | None = None) -> bytes:
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": message[:MAX_MESSAGE], "type": kind, "param": param and param[:200], "code": code}
+    return orjson.dumps({"error": error})
+
+
+def error_of(error: PacelineError) -> bytes:
+    return error_body(error.http_status, error.code, error.message, error.param)
+
+
+def models_body(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "paceline", "max_model_len": max_model_len}

@@ -1,0 +1,82 @@
+import math
+
+from paceline.proto.load import ReplicaLoad
+from paceline.proto.request import Usage
+from paceline.router.metrics import Metrics
+from tests.fakes import FakeReplica, tiny_card
+from tests.router.conftest import until
+
+NAMES = {
+    "paceline_engine_requests_running", "paceline_engine_requests_waiting", "paceline_engine_kv_blocks_used",
+    "paceline_engine_kv_blocks_total", "paceline_engine_cached_prompt_tokens_total",
+    "paceline_engine_prompt_tokens_total", "paceline_engine_generation_tokens_total",
+    "paceline_engine_computed_tokens_total", "paceline_engine_recomputed_tokens_total",
+    "paceline_engine_preemptions_total", "paceline_engine_block_copies_total",
+}  # fmt: skip
+ROUTER_NAMES = {
+    "paceline_router_requests_total", "paceline_router_in_flight", "paceline_router_ttft_seconds_count",
+    "paceline_router_itl_seconds_count", "paceline_router_e2e_seconds_count", "paceline_router_tokens_total",
+    "paceline_router_replicas_ready",
+}  # fmt: skip
+
+
+class Link:
+    def __init__(self, replica_id, load, usable=True):
+        self.replica_id, self.load, self.usable, self.card = replica_id, load, usable, tiny_card()
+
+
+def values(raw: bytes) -> dict[str, float]:
+    lines = [line for line in raw.decode().splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_engine_metrics_carry_the_agreed_names_and_the_replicas_values():
+    load = ReplicaLoad(
+        running=1, waiting=2, blocks_used=3, blocks_total=4, prompt_tokens_total=5, cached_prompt_tokens_total=6,
+        generation_tokens_total=7, computed_tokens_total=8, recomputed_tokens_total=9, preemptions_total=10,
+        block_copies_total=11,
+    )  # fmt: skip
+    got = values(Metrics(lambda: [Link("a", load), Link("b", ReplicaLoad(), usable=False)]).render())
+    mine = {name.split("{")[0]: value for name, value in got.items() if 'replica_id="a"' in name}
+    assert set(mine) == NAMES
+    assert mine["paceline_engine_cached_prompt_tokens_total"] == 6
+    assert sorted(mine.values()) == list(map(float, range(1, 12)))
+    assert 'paceline_engine_requests_running{model_name="tiny",replica_id="b"}' in got
+    assert got["paceline_router_replicas_ready"] == 1
+
+
+async def test_what_a_request_did_is_counted(router):
+    async with FakeReplica(num_cached=16, delay=0.002, load=ReplicaLoad(blocks_total=77)) as fake:
+        async with router(fake.address) as http:
+            for stream in (True, False):
+                body = {"prompt": [5, 6], "n": 4, "max_tokens": 8, "ignore_eos": True, "stream": stream}
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": 5})).status_code == 400
+
+            async def told():
+                return 'replica_id="fake-0"} 77.0' in (await http.get("/metrics")).text
+
+            await until(told)
+            got = values((await http.get("/metrics")).content)
+    assert {name.split("{")[0] for name in got} >= NAMES | ROUTER_NAMES
+    assert got['paceline_router_requests_total{code="200",route="completions"}'] == 2
+    assert got['paceline_router_requests_total{code="400",route="completions"}'] == 1
+    assert got['paceline_router_tokens_total{kind="prompt"}'] == 4
+    assert got['paceline_router_tokens_total{kind="cached"}'] == 32
+    assert got['paceline_router_tokens_total{kind="generated"}'] == 64
+    assert got['paceline_router_ttft_seconds_count{route="completions"}'] == 2
+    assert got['paceline_router_itl_seconds_count{route="completions"}'] > 0
+
+
+def test_a_metric_that_fails_touches_nobody(caplog):
+    metrics = Metrics(list)
+    metrics.finished(Usage(1, -1, 1))
+    metrics.first_text("completions", math.nan)
+    assert "a metric could not be recorded" in caplog.text
+
+
+def test_two_routers_in_one_process_do_not_share_counts():
+    one, two = Metrics(list), Metrics(list)
+    one.began()
+    assert values(one.render())["paceline_router_in_flight"] == 1
+    assert values(two.render())["paceline_router_in_flight"] == 0

@@ -1,0 +1,294 @@
+import math
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.proto.errors import InvalidRequest, ModelNotFound, PacelineError, RequestError, UnsupportedField
+from paceline.proto.request import TokenLogprobs, Usage
+from paceline.router import shapes
+from paceline.router.config import RouterConfig
+from paceline.router.detokenizer import TextDelta
+from paceline.router.fields import BY_ROUTE, CHAT, COMPLETIONS, FIELDS
+from paceline.router.messages import Message
+from paceline.router.openai import parse
+from paceline.router.tokenizer import Tokenizer
+from tests.fakes import tiny_card
+
+CARD = tiny_card()
+V = CARD.vocab_size
+CONFIG = RouterConfig()
+TINY = Tokenizer(CARD)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def complete(**body):
+    return parse(COMPLETIONS, {"prompt": "hi"} | body, CARD, CONFIG)
+
+
+def chat(**body):
+    return parse(CHAT, {"messages": HI} | body, CARD, CONFIG)
+
+
+def refused(call, **body) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(**body)
+    return caught.value
+
+
+def test_defaults_are_openais_and_a_seed_is_always_drawn():
+    call = complete()
+    params = call.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.n) == (1.0, 1.0, 0, 0.0, 1)
+    assert (params.max_tokens, params.logprobs, call.stop, call.stream) == (None, None, (), False)
+    assert complete().params.seed != complete().params.seed
+
+
+def test_a_models_own_defaults_hold_until_the_request_says_otherwise():
+    card = tiny_card(generation_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 40, "max_new_tokens": 7})
+    params = parse(CHAT, {"messages": HI, "top_p": 1}, card, CONFIG).params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 1.0, 40, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("max_tokens", True),
+        ("n", 0), ("n", -1), ("n", 10**6), ("n", 1.0), ("temperature", 2.1), ("temperature", -0.1),
+        ("temperature", "1"), ("temperature", True), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5),
+        ("min_p", 1.1), ("presence_penalty", 2.5), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
+        ("seed", "x"), ("seed", 2**64), ("stop", ""), ("stop", [""]), ("stop", ["a", ""]), ("stop", 5),
+        ("stop", [1]), ("stop", ["x"] * 17), ("stop", "x" * 1025), ("stop_token_ids", [999999]),
+        ("stop_token_ids", [-1]), ("stop_token_ids", [V]), ("stop_token_ids", ["1"]), ("stop_token_ids", 3),
+        ("ignore_eos", 1), ("stream", "yes"), ("stream_options", []), ("stream_options", {"include_usage": 1}),
+        ("user", 5), ("priority", 1.5), ("priority", 2**31), ("model", 5), ("logit_bias", []),
+        ("logit_bias", {"-1": 1}), ("logit_bias", {str(V): 1}), ("logit_bias", {"999999": 1}),
+        ("logit_bias", {"AI": 1}), ("logit_bias", {"5.5": 1}), ("logit_bias", {"5": 100.5}),
+        ("logit_bias", {"5": None}), ("logit_bias", {"5": True}), ("logit_bias", {"٣": 1}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", [complete, chat])
+def test_a_wrong_type_or_range_names_the_field(call, field, value):
+    extra = {"stream": True} if field == "stream_options" else {}
+    error = refused(call, **extra | {field: value})
+    assert (type(error), error.param) == (InvalidRequest, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None), ("prompt", []), ("prompt", 5), ("prompt", [[]]), ("prompt", [V]), ("prompt", [-1]),
+        ("prompt", [1, "a"]), ("prompt", [1.0]), ("prompt", [True]), ("prompt", [[1], [V]]), ("prompt", {}),
+        ("logprobs", True), ("logprobs", 21), ("logprobs", -1),
+    ],
+)  # fmt: skip
+def test_what_completions_refuse(field, value):
+    assert refused(complete, **{field: value}).param == field
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": None}, "messages"), ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)  # fmt: skip
+def test_what_chats_refuse(body, param):
+    assert refused(chat, **body).param == param
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_known_fields_that_are_not_served_are_refused_by_name_unless_they_ask_for_nothing(route):
+    base = {"prompt": "hi"} if route == COMPLETIONS else {"messages": HI}
+    fields = [field for field in BY_ROUTE[route].values() if not field.supported]
+    assert len(fields) > 20
+    for field in fields:
+        for neutral in (None, *field.neutral):
+            assert parse(route, base | {field.name: neutral}, CARD, CONFIG).ignored == ()
+        with pytest.raises(UnsupportedField) as caught:
+            parse(route, base | {field.name: {"something": "else"}}, CARD, CONFIG)
+        assert caught.value.param == field.name
+
+
+def test_neutral_means_the_same_type_too():
+    assert refused(complete, echo=0).param == "echo"
+    assert refused(complete, min_tokens=False).param == "min_tokens"
+
+
+def test_unknown_fields_are_ignored_and_named():
+    assert complete(foo=1, bar=None).ignored == ("foo", "bar")
+    assert chat(messages=[{"role": "user", "content": "x", "mood": "fine"}]).ignored == ("messages.mood",)
+
+
+def test_best_of_may_only_be_n():
+    assert complete(n=2, best_of=2).params.n == 2
+    assert refused(complete, n=2, best_of=3).param == "best_of"
+
+
+def test_another_models_name_is_not_answered_by_this_one():
+    error = refused(chat, model="nope")
+    assert type(error) is ModelNotFound
+    assert "tiny" in error.message
+    assert "nope" not in error.message
+
+
+def test_accepted_values_arrive_as_the_engine_takes_them():
+    call = complete(
+        top_k=-1, seed=-1, stop=["a", "a", "b"], stop_token_ids=[V - 1], logit_bias={str(V - 1): 100}, logprobs=0,
+        temperature=0, max_tokens=3, priority=-5, stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    params = call.params
+    assert (params.top_k, params.seed, params.stop_ids, params.logit_bias) == (0, 2**64 - 1, (V - 1,), {V - 1: 100.0})
+    assert (call.stop, params.logprobs, call.priority, call.include_usage) == (("a", "b"), 0, -5, True)
+
+
+@pytest.mark.parametrize(("body", "want"), [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3), ({}, None), ({"logprobs": False}, None)])  # fmt: skip
+def test_chat_logprobs(body, want):
+    assert chat(**body).params.logprobs == want
+
+
+@pytest.mark.parametrize(("prompt", "want"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2]], ([1], [2]))])  # fmt: skip
+def test_prompt_forms(prompt, want):
+    assert complete(prompt=prompt).prompts == want
+
+
+def test_message_parts_are_joined_in_order_and_empty_content_stays():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]
+    raw = [{"role": "developer", "content": parts}, {"role": "assistant", "content": "", "refusal": None, "tool_calls": []}]
+    assert chat(messages=raw).messages == (Message("developer", "ab"), Message("assistant", ""))
+
+
+def test_choices_in_all_are_bounded():
+    assert refused(complete, prompt=["a"] * 100, n=100).param == "n"
+    assert refused(complete, prompt=["a"] * 3000).param == "prompt"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(FIELDS), JSON)
+@settings(max_examples=400)
+def test_any_value_in_any_field_is_taken_or_refused_by_our_own_error(field, value):
+    call = complete if COMPLETIONS in field.routes else chat
+    try:
+        call(**{field.name: value})
+    except PacelineError as error:
+        assert error.http_status in (400, 404)
+        assert error.param
+        assert len(error.message) < 200
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def shape(call):
+    return shapes.Shape(call, TINY, "id-1", 5)
+
+
+def delta(text, reason=None, index=0, ids=(5,), logprobs=None):
+    return TextDelta(index=index, text=text, ids=list(ids), logprobs=logprobs, finish_reason=reason)
+
+
+def events(raw: bytes):
+    return [orjson.loads(line[6:]) for line in raw.decode().split("\n\n") if line]
+
+
+def test_chat_chunks_role_then_text_then_reason_then_usage():
+    made = shape(chat(stream=True, n=2, stream_options={"include_usage": True}))
+    opening = events(made.opening())
+    assert [c["choices"][0]["delta"] for c in opening] == [{"role": "assistant", "content": ""}] * 2
+    assert [c["choices"][0]["index"] for c in opening] == [0, 1]
+    text, reason = events(made.event(delta('a"\n', "stop", index=1)))
+    assert text["choices"] == [{"index": 1, "delta": {"content": 'a"\n'}, "logprobs": None, "finish_reason": None}]
+    assert reason["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
+    [usage] = events(made.usage_event(Usage(7, 2, 3)))
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+    everything = [*opening, text, reason, usage]
+    assert {(c["id"], c["created"], c["object"], c["model"]) for c in everything} == {
+        ("id-1", 5, "chat.completion.chunk", "tiny")
+    }
+    assert all(c["usage"] is None for c in everything[:-1])
+
+
+def test_usage_is_not_mentioned_when_nobody_asked():
+    [chunk] = events(shape(complete(stream=True)).event(delta("x")))
+    assert "usage" not in chunk
+    assert chunk["object"] == "text_completion"
+    assert chunk["choices"] == [{"index": 0, "text": "x", "logprobs": None, "finish_reason": None}]
+
+
+def lps(*values, tops=()):
+    return [TokenLogprobs(value, [id for id, _ in tops], [v for _, v in tops]) for value in values]
+
+
+def test_chat_logprobs_give_the_exact_bytes_and_sorted_tops():
+    id = TINY.encode("한")[0]
+    made = shape(chat(logprobs=True, top_logprobs=2))
+    made.collect(delta("", "length", ids=[id], logprobs=lps(-0.5, tops=[(id, -0.5), (1, -2.0)])))
+    [choice] = orjson.loads(made.whole(Usage(1, 0, 1)))["choices"]
+    [entry] = choice["logprobs"]["content"]
+    assert bytes(entry["bytes"]) == TINY.token_bytes(id)
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -2.0]
+    assert entry["top_logprobs"][1]["token"] == "<|im_start|>"
+
+
+def test_completion_logprobs_are_four_lists_of_one_length_with_offsets_into_the_text():
+    ids = TINY.encode("a한b")
+    made = shape(complete(logprobs=1))
+    made.collect(delta("a한b", "stop", ids=ids, logprobs=lps(*[-0.5] * len(ids), tops=[(1, -0.1)])))
+    [choice] = orjson.loads(made.whole(Usage(1, 0, len(ids))))["choices"]
+    lists = choice["logprobs"]
+    assert {len(values) for values in lists.values()} == {len(ids)}
+    assert lists["text_offset"][0] == 0
+    assert lists["text_offset"][-1] == 2
+    assert lists["tokens"][1].startswith("bytes:\\x")
+    assert set(lists["top_logprobs"][0]) == {"<|im_start|>", "a"}
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan, -1e9])
+def test_no_infinity_reaches_json(value):
+    made = shape(chat(logprobs=True))
+    raw = made.event(delta("x", logprobs=lps(value)))
+    [chunk] = events(raw)
+    assert chunk["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_streamed_and_whole_logprobs_are_the_same_list():
+    call = chat(logprobs=True)
+    one, two = shape(call), shape(call)
+    parts = [delta("a", ids=[5], logprobs=lps(-1.0)), delta("", "stop", ids=[2], logprobs=lps(-2.0))]
+    streamed = [
+        entry
+        for part in parts
+        for chunk in events(one.event(part))
+        for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    for part in parts:
+        two.collect(part)
+    assert orjson.loads(two.whole(Usage(1, 0, 2)))["choices"][0]["logprobs"]["content"] == streamed
+    assert len(streamed) == 2
+
+
+def test_an_error_is_small_and_in_the_envelope():
+    raw = shapes.error_of(InvalidRequest("x" * 100_000, "y" * 100_000))
+    assert len(raw) < 16_384
+    assert set(orjson.loads(raw)["error"]) == {"message", "type", "param", "code"}

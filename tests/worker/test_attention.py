@@ -1,0 +1,177 @@
+"""The reference backend against attention written out, row by row, over a cache whose blocks lie scattered."""
+
+import math
+
+import pytest
+import torch
+
+from paceline.proto.errors import StartupError
+from paceline.proto.request import SamplingParams
+from paceline.proto.step import SlotInit, StepPlan, column
+from paceline.worker.attention.base import BACKENDS, select
+from paceline.worker.attention.torch import TorchAttention, _runs
+from paceline.worker.batch import build_batch
+from paceline.worker.kv_cache import KVCache
+from paceline.worker.models.spec import ModelSpec
+from paceline.worker.table import SlotTable
+
+BLOCK, MAX_LEN, DIM = 4, 256, 16
+
+
+def spec_of(num_heads: int, num_kv_heads: int) -> ModelSpec:
+    return ModelSpec(
+        architecture="llama",
+        hidden_size=num_heads * DIM,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=DIM,
+        vocab_size=1,
+        max_position=MAX_LEN,
+        norm_eps=1e-5,
+    )
+
+
+def attend(q, k, v, scale):
+    """One query over its whole context: q [heads, dim], k and v [context, kv_heads, dim]."""
+    group = q.shape[0] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    weights = torch.einsum("hd,chd->hc", q, k).mul(scale).softmax(-1)
+    return torch.einsum("hc,chd->hd", weights, v).flatten()
+
+
+class Case:
+    """Sequences with random keys and values; ``rows`` (slot, start, length, write) of one step over them."""
+
+    def __init__(self, rows, num_heads=6, num_kv_heads=2, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.rows, self.scale = rows, 1 / math.sqrt(DIM)
+        slots = max(row[0] for row in rows) + 1
+        self.table = SlotTable(slots, MAX_LEN, BLOCK)
+        params = SamplingParams(seed=0)
+        admissions = [
+            SlotInit(slot=s, epoch=0, token_ids=column(), num_prompt=0, choice=0, params=params) for s in range(slots)
+        ]
+        self.table.apply(StepPlan(step_id=1, admissions=admissions))
+        per_slot = MAX_LEN // BLOCK
+        blocks = 1 + torch.randperm(slots * per_slot).view(slots, per_slot)
+        self.table.block_table[0] = blocks.numpy()
+        spec = spec_of(num_heads, num_kv_heads)
+        self.cache = KVCache(spec, slots * per_slot, BLOCK, dtype, torch.device("cpu"))
+        self.k, self.v = (torch.randn(slots, MAX_LEN, num_kv_heads, DIM, dtype=dtype) for _ in range(2))
+        self.q = torch.randn(slots, MAX_LEN, num_heads, DIM, dtype=dtype)
+        for (
+            slot,
+            start,
+            length,
+            write,
+        ) in rows:  # what earlier steps left: all before, and the chunk where it writes nothing
+            known = start if write else start + length
+            for position in range(known):
+                block = blocks[slot, position // BLOCK]
+                self.cache.keys[0][block, position % BLOCK] = self.k[slot, position]
+                self.cache.values[0][block, position % BLOCK] = self.v[slot, position]
+
+    def run(self) -> list[torch.Tensor]:
+        """Output of every row, [length, heads * dim], in the order of ``rows``."""
+        slots, starts, lengths, writes = zip(*self.rows, strict=True)
+        zeros = column([0] * len(slots))
+        plan = StepPlan(
+            step_id=2,
+            chunk_slots=column(slots),
+            chunk_epochs=zeros,
+            chunk_starts=column(starts),
+            chunk_lens=column(lengths),
+            chunk_tokens=column([-1] * len(slots)),
+            chunk_takes=zeros,
+            chunk_writes=column(writes),
+            num_drafts=zeros,
+        )
+        batch = build_batch(plan, self.table, BLOCK)
+        spans = [self.rows[row] for row in batch.order]
+        q, k, v = (torch.cat([x[s, a : a + n] for s, a, n, _ in spans]) for x in (self.q, self.k, self.v))
+        backend = TorchAttention()
+        metadata = backend.prepare(batch, BLOCK)
+        out = backend.forward(q, k, v, self.cache.keys[0], self.cache.values[0], metadata, scale=self.scale)
+        by_row = dict(zip(batch.order.tolist(), out.split(batch.lengths.tolist()), strict=True))
+        return [by_row[row] for row in range(len(self.rows))]
+
+    def expected(self) -> list[torch.Tensor]:
+        k, v, q = self.k.float(), self.v.float(), self.q.float()
+        return [
+            torch.stack([attend(q[s, p], k[s, : p + 1], v[s, : p + 1], self.scale) for p in range(a, a + n)])
+            for s, a, n, _ in self.rows
+        ]
+
+
+CASES = {
+    "one decode": [(0, 37, 1, 1)],
+    "the first token of all": [(0, 0, 1, 1)],
+    "decodes of one length": [(s, 30, 1, 1) for s in range(3)],
+    "decodes of many lengths": [(s, n, 1, 1) for s, n in enumerate((200, 0, 3, 4, 70, 15, 16, 133))],
+    "a whole prompt": [(0, 0, 19, 1)],
+    "a later chunk": [(0, 13, 7, 1)],
+    "a block-aligned chunk": [(0, 16, 8, 1)],
+    "all at once": [(0, 5, 9, 1), (1, 80, 1, 1), (2, 0, 12, 1), (3, 2, 1, 1), (4, 64, 5, 1)],
+    "rows that write nothing": [(0, 40, 1, 0), (1, 40, 1, 1), (2, 8, 3, 0)],
+}
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_sees_its_own_context_and_no_more(case, heads):
+    step = Case(CASES[case], *heads)
+    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_bf16_is_close():
+    step = Case(CASES["all at once"], dtype=torch.bfloat16)
+    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, atol=0.03, rtol=0)
+
+
+def test_keys_and_values_of_the_step_are_in_the_cache_afterwards():
+    step = Case([(0, 5, 9, 1), (1, 20, 1, 1)])
+    step.run()
+    for slot, position in ((0, 5), (0, 13), (1, 20)):
+        block = step.table.block_table[0, slot, position // BLOCK]
+        torch.testing.assert_close(step.cache.keys[0][block, position % BLOCK], step.k[slot, position])
+        torch.testing.assert_close(step.cache.values[0][block, position % BLOCK], step.v[slot, position])
+
+
+def test_a_row_that_writes_nothing_leaves_its_blocks_alone():
+    step = Case([(0, 10, 1, 0)])
+    before = step.cache.keys[0][1:].clone()
+    step.run()
+    assert torch.equal(step.cache.keys[0][1:], before)
+
+
+def test_decodes_of_unlike_lengths_are_not_padded_to_the_longest():
+    import numpy as np
+
+    runs = _runs(np.array([1, 2, 9, 10, 10, 200, 210, 4000]))
+    assert runs == [(0, 5), (5, 7), (7, 8)]
+    assert _runs(np.array([], dtype=np.int64)) == []
+
+
+def test_block_copies_take_every_source_as_it_was():
+    cache = KVCache(spec_of(2, 1), 4, BLOCK, torch.float32, torch.device("cpu"))
+    for block in range(5):
+        cache.keys[0][block] = block
+    copies = column([0, 0]), column([1, 2]), column([2, 3])
+    cache.copy_blocks(StepPlan(step_id=1, copy_groups=copies[0], copy_srcs=copies[1], copy_dsts=copies[2]))
+    assert [int(cache.keys[0][block].mean()) for block in range(5)] == [0, 1, 1, 2, 4]
+
+
+def test_an_unknown_backend_is_refused_with_what_would_work():
+    with pytest.raises(StartupError, match="--attention-backend flush is not known; would work here: torch"):
+        select("flush", torch.device("cpu"), torch.float32, 64)
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "missing", ("paceline.worker.attention.missing", "MissingAttention"))
+    with pytest.raises(StartupError, match=r"--attention-backend missing cannot run here: .*cannot be imported"):
+        select("missing", torch.device("cpu"), torch.float32, 64)
+    assert isinstance(select("auto", torch.device("cpu"), torch.bfloat16, 64), TorchAttention)

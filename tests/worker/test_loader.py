@@ -1,0 +1,180 @@
+"""A model is filled whole or refused in one sentence that names the tensors."""
+
+import pytest
+import torch
+
+from paceline.proto.errors import StartupError
+from paceline.worker.layers.linear import Linear
+from paceline.worker.loader import load_weights
+from paceline.worker.models import model_class
+from paceline.worker.models.llama import Llama
+from paceline.worker.models.spec import ModelSpec
+
+CPU = torch.device("cpu")
+
+
+def spec_of(**fields) -> ModelSpec:
+    defaults = dict(
+        architecture="llama",
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        max_position=128,
+        norm_eps=1e-5,
+    )
+    return ModelSpec(**(defaults | fields))
+
+
+class Files:
+    """Stands in for a checkpoint: tensors in memory, and which were read."""
+
+    def __init__(self, spec: ModelSpec):
+        torch.manual_seed(0)
+        self.spec, self.read = spec, []
+        hidden, wide, kv = spec.hidden_size, spec.intermediate_size, spec.num_kv_heads * spec.head_dim
+        self.tensors = {"model.embed_tokens.weight": torch.randn(spec.vocab_size, hidden)}
+        for i in range(spec.num_layers):
+            at = f"model.layers.{i}."
+            shapes = {
+                "self_attn.q_proj": (spec.num_heads * spec.head_dim, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, spec.num_heads * spec.head_dim),
+                "mlp.gate_proj": (wide, hidden),
+                "mlp.up_proj": (wide, hidden),
+                "mlp.down_proj": (hidden, wide),
+            }
+            for name, shape in shapes.items():
+                self.tensors[f"{at}{name}.weight"] = torch.randn(shape)
+                if spec.attention_bias and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                    self.tensors[f"{at}{name}.bias"] = torch.randn(shape[0])
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                self.tensors[f"{at}{name}.weight"] = torch.randn(hidden)
+        self.tensors["model.norm.weight"] = torch.randn(hidden)
+        if not spec.tie_embeddings:
+            self.tensors["lm_head.weight"] = torch.randn(spec.vocab_size, hidden)
+
+    def names(self):
+        return list(self.tensors)
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def get(self, name, rows=None):
+        self.read.append(name)
+        return self.tensors[name].clone()
+
+
+def load(files: Files, dtype=torch.float32) -> Llama:
+    model = Llama(files.spec, dtype)
+    load_weights(model, files, dtype, CPU)
+    return model
+
+
+def test_parts_stand_in_their_rows_of_the_fused_weight():
+    files = Files(spec_of(attention_bias=True))
+    model = load(files)
+    parts = [f"model.layers.1.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
+    fused = model.model.layers[1].self_attn.qkv_proj
+    assert torch.equal(fused.weight, torch.cat([files.tensors[f"{part}.weight"] for part in parts]))
+    assert torch.equal(fused.bias, torch.cat([files.tensors[f"{part}.bias"] for part in parts]))
+    gate_up = model.model.layers[0].mlp.gate_up_proj.weight
+    assert torch.equal(gate_up[48:], files.tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_every_tensor_is_read_once_and_nothing_is_left_on_the_meta_device():
+    files = Files(spec_of())
+    model = load(files)
+    assert sorted(files.read) == sorted(files.tensors)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_takes_no_memory_before_it_is_loaded():
+    assert all(parameter.is_meta for parameter in Llama(spec_of(), torch.float32).parameters())
+
+
+def test_order_of_the_names_does_not_matter():
+    files, turned = Files(spec_of()), Files(spec_of())
+    turned.tensors = dict(reversed(turned.tensors.items()))
+    for name, parameter in load(files).named_parameters():
+        assert torch.equal(parameter, dict(load(turned).named_parameters())[name])
+
+
+def test_bytes_count_parameters_and_packed_copies():
+    files = Files(spec_of())
+    model = Llama(files.spec, torch.float32)
+    assert load_weights(model, files, torch.float32, CPU) == sum(t.nbytes for t in files.tensors.values())
+    tied = Files(spec_of(tie_embeddings=True))
+    count = sum(t.numel() for t in tied.tensors.values())
+    found = load_weights(Llama(tied.spec, torch.bfloat16), tied, torch.bfloat16, CPU)
+    assert found == 2 * (
+        count + tied.tensors["model.embed_tokens.weight"].numel()
+    )  # rows to look up, and the head's copy
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        (("model.norm.weight",), r"lack tensor model\.norm\.weight\."),
+        (("model.layers.0.mlp.up_proj.weight", "lm_head.weight"), r"lack tensors lm_head\.weight, model\.layers\.0"),
+    ],
+)
+def test_missing_tensors_are_named(gone, told):
+    files = Files(spec_of())
+    for name in gone:
+        del files.tensors[name]
+    with pytest.raises(StartupError, match=told):
+        load(files)
+    assert files.read == []
+
+
+def test_at_most_three_tensors_are_named():
+    files = Files(spec_of())
+    for i in range(5):
+        files.tensors[f"extra.{i}"] = torch.zeros(1)
+    with pytest.raises(StartupError, match=r"hold tensors extra\.0, extra\.1, extra\.2 and 2 more, which this"):
+        load(files)
+
+
+def test_a_wrong_shape_is_told_with_both_shapes():
+    files = Files(spec_of())
+    files.tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(15, 32)
+    with pytest.raises(StartupError, match=r"k_proj\.weight is \[15, 32\] and should be \[16, 32\]"):
+        load(files)
+
+
+def test_rotary_buffers_and_a_tied_head_are_passed_over():
+    files = Files(spec_of(tie_embeddings=True))
+    files.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    files.tensors["lm_head.weight"] = files.tensors["model.embed_tokens.weight"]
+    load(files)
+    assert "lm_head.weight" not in files.read
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones():
+    with pytest.raises(StartupError, match=r"'mamba' is not known; known are: llama"):
+        model_class(spec_of(architecture="mamba"))
+    assert model_class(spec_of()) is Llama
+
+
+def test_a_packed_linear_agrees_with_the_plain_one():
+    torch.manual_seed(0)
+    linear = Linear(64, 48, bias=True, dtype=torch.bfloat16)
+    linear.weight.copy_(torch.randn(48, 64))
+    linear.bias.copy_(torch.randn(48))
+    for rows in (1, 5, 33):
+        x, add = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 48).bfloat16()
+        expected = x.float() @ linear.weight.float().T + linear.bias.float() + add.float()
+        torch.testing.assert_close(linear(x, add=add).float(), expected, atol=0.2, rtol=0.02)
+        packed = Linear(64, 48, bias=True, dtype=torch.bfloat16)
+        packed.weight.copy_(linear.weight)
+        packed.bias.copy_(linear.bias)
+        packed.pack()
+        assert packed.packed is not None
+        assert packed.weight is None
+        torch.testing.assert_close(packed(x, add=add).float(), expected, atol=0.2, rtol=0.02)
+        torch.testing.assert_close(packed(x).float(), expected - add.float(), atol=0.2, rtol=0.02)
