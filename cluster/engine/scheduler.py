@@ -109,7 +109,7 @@ class Scheduler:
         """Ends every choice of a request, in whatever state. Unknown and finished ids give nothing."""
         deltas = []
         for seq in list(self._requests.get(request_id, ())):
-            deltas += self._finish_all(seq, reason, error)
+            deltas += self._end(seq, reason, error)
         return deltas
 
     def finish(self, request_id: str, choice: int, num_ids: int) -> list[TokenDelta]:
