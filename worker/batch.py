@@ -1,7 +1,7 @@
 """One step as tensors. Made from a plan and the slot table without a loop over sequences; knows no layers.
 
-Rows are put in an order of the batch's own: rows of one token (decodes) first, by context length, then longer chunks. So
-a backend takes both as slices, and rows of like length lie side by side. ``order`` leads back to the plan.
+Rows are put in an order of the batch's own: rows of one token (decodes) first, by context length, then longer chunks.
+So a backend takes both as slices, and rows of like length lie side by side. ``order`` leads back to the plan.
 
     plan rows      A(1)  B(5)  C(1)  D(3)
     batch rows     C  A | B          D            order = [2, 0, 1, 3]
@@ -51,7 +51,8 @@ class Batch:
 def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     """The plan's chunks as a `Batch`; ids that the plan names are put into the table first.
 
-    The table has the plan applied already. Rows of an epoch that the table does not hold are our own bug: AssertionError.
+    The table has the plan applied already. Rows of an epoch that the table does not hold are our own bug, an
+    AssertionError.
     """
     assert not plan.draft_ids, "drafts are not verified by this version"
     starts, lengths = column(plan.chunk_starts), column(plan.chunk_lens)

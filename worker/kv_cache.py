@@ -1,7 +1,7 @@
 """The paged KV cache of one rank: its tensors, block copies, and how large it may be. Knows no sequences.
 
-Blocks are numbered by the engine's pool, 1 .. num_blocks; block 0 is the null block, which takes writes that nobody will
-read. Which block belongs to whom is the plan's affair.
+Blocks are numbered by the engine's pool, 1 .. num_blocks; block 0 is the null block, which takes writes that nobody
+will read. Which block belongs to whom is the plan's affair.
 """
 
 import logging
@@ -100,8 +100,8 @@ def plan_pool(
         num_blocks = memory.pool_bytes(memory_share) // block_bytes
         if num_blocks < 1:
             raise StartupError(
-                f"The KV pool cannot hold one block: a block of {block_size} tokens takes {block_bytes} bytes, the pool "
-                f"may take {memory.pool_bytes(memory_share)} of {memory.free} free after the weights."
+                f"The KV pool cannot hold one block: a block of {block_size} tokens takes {block_bytes} bytes, and the "
+                f"pool may take {memory.pool_bytes(memory_share)} of {memory.free} that are free after the weights."
             )
     tokens = num_blocks * block_size
     if wanted <= tokens:

@@ -1,8 +1,8 @@
 """Counter-based noise: the same numbers for the same (seed, choice, position, id), on every device and in every batch.
 
-No generator and no state (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). The words of a row are mixed
-on the host with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); ids are mixed in on the device with wrapping
-int32 arithmetic, the multiplicative xor-shift hash whose constants were searched by Wellons (2018, "lowbias32").
+No generator and no state (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). The words of a row are
+mixed on the host with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); ids are mixed in on the device with
+wrapping int32 arithmetic, a multiplicative xor-shift hash with constants searched by Wellons ("lowbias32", revised).
 """
 
 import numpy as np

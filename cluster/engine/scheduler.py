@@ -322,13 +322,14 @@ class Scheduler:
     def _reclaim(self, draft: Draft, seq: Sequence) -> bool:
         """Frees a block by taking those of the last in order; never of one before ``seq`` or in this plan."""
         while not self.pool.num_free:
-            if self._strip_holder(besides=seq):
-                continue
             victim = next((s for s in reversed(self.running) if s is seq or s.planned_in != draft.step_id), seq)
-            if victim is seq:
+            if self._holders and self._holders[-1].key > victim.key:
+                self._strip_holder()
+            elif victim is not seq:
+                draft.preempted.append((victim.request_id, seq.request_id))
+                self._preempt(victim)
+            elif not self._strip_holder():
                 return False
-            draft.preempted.append((victim.request_id, seq.request_id))
-            self._preempt(victim)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -337,7 +338,7 @@ class Scheduler:
         self._vacate(seq)
         self.waiting.push(seq)
 
-    def _strip_holder(self, besides: Sequence) -> bool:
+    def _strip_holder(self, besides: Sequence | None = None) -> bool:
         """The last waiting fork gives up the blocks it shares and becomes an ordinary sequence."""
         victim = next((s for s in reversed(self._holders) if s is not besides), None)
         if victim is None:

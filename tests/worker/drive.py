@@ -22,7 +22,13 @@ GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 def rank_of(folder: Path, **fields) -> Rank:
     """A small fp32 rank of the model in ``folder``."""
-    defaults = dict(model=str(folder), served_model_name="tiny", dtype="float32", num_kv_blocks=128, max_num_seqs=16)
+    defaults = {
+        "model": str(folder),
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "num_kv_blocks": 128,
+        "max_num_seqs": 16,
+    }
     return Rank(RankConfig(**(defaults | fields)))
 
 

@@ -14,18 +14,18 @@ CPU = torch.device("cpu")
 
 
 def spec_of(**fields) -> ModelSpec:
-    defaults = dict(
-        architecture="llama",
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        max_position=128,
-        norm_eps=1e-5,
-    )
+    defaults = {
+        "architecture": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "max_position": 128,
+        "norm_eps": 1e-5,
+    }
     return ModelSpec(**(defaults | fields))
 
 

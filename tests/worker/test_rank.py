@@ -45,7 +45,7 @@ def test_greedy_ids_are_those_of_transformers(folder, driver):
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt in PROMPTS[:3]:
         ids = torch.tensor([prompt])
-        greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(ids))
+        greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
         out = model.generate(ids, max_new_tokens=20, **greedy)
         assert driver.generate(0, prompt, 20) == out[0, len(prompt) :].tolist()
 

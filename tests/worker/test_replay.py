@@ -71,8 +71,8 @@ def test_only_the_last_plans_are_kept_and_older_sequences_are_left_out(folder, t
 def test_no_dump_is_written_where_none_is_wanted(folder, tmp_path):
     driver = Driver(rank_of(folder))
     driver.admit(0, PROMPT)
+    driver.epochs[0] += 1
     with pytest.raises(AssertionError, match="another epoch"):
-        driver.epochs[0] += 1
         driver.step(Row(0, 0, 21))
     assert list(tmp_path.iterdir()) == []
 

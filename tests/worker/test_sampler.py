@@ -94,12 +94,12 @@ def filtered(logits, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
 
 
 FILTERS = [
-    dict(top_k=5),
-    dict(top_p=0.7),
-    dict(min_p=0.2),
-    dict(top_k=12, top_p=0.8),
-    dict(top_k=20, top_p=0.9, min_p=0.1),
-    dict(top_p=0.9, min_p=0.05),
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"top_k": 12, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    {"top_p": 0.9, "min_p": 0.05},
 ]
 
 
@@ -112,7 +112,7 @@ def test_draws_follow_the_filtered_softmax_and_nothing_else_is_drawn(filters):
     assert chi_square(found, expected) < 4
 
 
-@pytest.mark.parametrize("filters", [dict(top_p=0.999), dict(top_k=6000, top_p=0.99), dict(top_k=700)], ids=str)
+@pytest.mark.parametrize("filters", [{"top_p": 0.999}, {"top_k": 6000, "top_p": 0.99}, {"top_k": 700}], ids=str)
 def test_filters_are_exact_where_the_kept_set_is_larger_than_the_first_candidates(filters):
     logits = logits_of(vocab=9000, spread=0.3)
     kept = filtered(logits[0], **filters) > 0

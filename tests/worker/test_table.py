@@ -16,12 +16,12 @@ def admission(slot, ids=(1, 2, 3), epoch=1, **params) -> SlotInit:
 
 def writes(*entries) -> dict:
     slots, indices, blocks = zip(*entries, strict=True)
-    return dict(
-        table_slots=column(slots),
-        table_groups=column([0] * len(slots)),
-        table_indices=column(indices),
-        table_blocks=column(blocks),
-    )
+    return {
+        "table_slots": column(slots),
+        "table_groups": column([0] * len(slots)),
+        "table_indices": column(indices),
+        "table_blocks": column(blocks),
+    }
 
 
 @pytest.fixture
@@ -30,9 +30,15 @@ def table() -> SlotTable:
 
 
 def test_an_admission_brings_ids_and_every_parameter(table):
-    wanted = dict(
-        seed=2**64 - 3, temperature=0.5, top_k=9, top_p=0.25, min_p=0.125, presence_penalty=0.5, frequency_penalty=-1.0
-    )
+    wanted = {
+        "seed": 2**64 - 3,
+        "temperature": 0.5,
+        "top_k": 9,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1.0,
+    }
     table.apply(StepPlan(step_id=1, admissions=[admission(2, (5, 6, 7), repetition_penalty=1.5, logprobs=3, **wanted)]))
     row = table.slots[2]
     assert {name: row[name] for name in wanted} == wanted

@@ -1,7 +1,7 @@
 """The reference backend: plain torch on every device, and the oracle of all others.
 
-Decode rows run together. Their blocks are gathered out of the cache and the query heads of one KV group take the place of
-query positions, so keys and values are never repeated:
+Decode rows run together. Their blocks are gathered out of the cache and the query heads of one KV group take the place
+of query positions, so keys and values are never repeated:
 
     q  [rows, kv_heads, group, dim]     k, v  [rows, kv_heads, context, dim]     mask  [rows, 1, 1, context]
 
@@ -130,7 +130,7 @@ def _attend_decodes(q, keys, values, run: Decodes, scale: float) -> torch.Tensor
 
 
 def _attend_chunk(q, k, v, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """q [chunk, heads, dim], k and v [context, kv_heads, dim]. KV heads are the batch; a group shares them by stride 0."""
+    """q [chunk, heads, dim], k and v [context, kv_heads, dim]. KV heads are the batch, shared by stride 0."""
     length, num_heads, dim = q.shape
     kv_heads = k.shape[1]
     group = num_heads // kv_heads

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and the ways to stretch it beyond the trained length.
 
-Angles are computed once a step for the step's positions, in fp32, and shared by all layers; no table is kept. The layout
-is the one of Hugging Face checkpoints: a head is two halves, and entry i turns with entry i + dim / 2.
+Angles are computed once a step for the step's positions, in fp32, and shared by all layers; no table is kept. The
+layout is the one of Hugging Face checkpoints: a head is two halves, and entry i turns with entry i + dim / 2.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The parts that decoders share, and how they stand together. A model's file says only what differs.
 
 Submodules carry the names of Hugging Face checkpoints, so that the loader finds them; where several tensors of a file
-become one here, ``packed`` says which. Arguments are explicit: a layer gets this step's rotation and attention handed in
-and keeps nothing. Which ids come next is the sampler's affair.
+become one here, ``packed`` says which. Arguments are explicit: a layer gets this step's rotation and attention handed
+in and keeps nothing. Which ids come next is the sampler's affair.
 """
 
 from typing import ClassVar

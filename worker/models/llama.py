@@ -4,4 +4,4 @@ from paceline.worker.models.decoder import CausalLM
 
 
 class Llama(CausalLM):
-    """Pre-norm RMSNorm, rotary grouped-query attention, SiLU-gated MLP; biases and a tied head where the spec says so."""
+    """Pre-norm RMSNorm, rotary grouped-query attention, gated SiLU MLP; biases and a tied head where the spec says."""
