@@ -73,11 +73,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt: the caller's own text, in which control tokens may be written out. At most one BOS leads."""
-        return self._with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._with_bos(_ids(self._tokenizer, text))
 
     def encode_template(self, text: str) -> list[int]:
         """Rendered chat text in which every control token was written by the template."""
-        return self._with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._with_bos(_ids(self._tokenizer, text))
 
     def encode_guarded(self, text: str, sentinel: str) -> list[int]:
         """Rendered chat text in which ``sentinel`` breaks what a user wrote like a control token.
@@ -86,11 +86,11 @@ class Tokenizer:
         """
         plain, alias = self._aliased
         text = self.special_pattern.sub(lambda match: alias[match[0]], text)
-        return self._with_bos(plain.encode(text.replace(sentinel, ""), add_special_tokens=False).ids)
+        return self._with_bos(_ids(plain, text.replace(sentinel, "")))
 
     @staticmethod
     async def off_loop(size: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` here if ``size`` characters are few, else in a thread (the library lets go of the GIL)."""
+        """Runs ``work`` here if ``size`` characters are few, else in a thread, where the loop goes on."""
         return work() if size <= LARGE_TEXT else await asyncio.to_thread(work)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -130,6 +130,11 @@ class Tokenizer:
             model["unk_token"] = alias.get(model["unk_token"], model["unk_token"])
         spec |= {"post_processor": None, "truncation": None, "padding": None}
         return tokenizers.Tokenizer.from_str(json.dumps(spec)), alias
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    # A batch of one: only the batch calls let go of the GIL (`encode` was seen to hold it for seconds).
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _decoder_kinds(decoder: dict | None) -> set[str]:

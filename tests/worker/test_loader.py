@@ -75,14 +75,19 @@ def load(files: Files, dtype=torch.float32) -> Llama:
     return model
 
 
+def plain(linear: Linear) -> torch.Tensor:
+    """The weight as [out, in], whether or not it was packed."""
+    return linear.weight if linear.packed is None else linear.packed.to_dense()
+
+
 def test_parts_stand_in_their_rows_of_the_fused_weight():
     files = Files(spec_of(attention_bias=True))
     model = load(files)
     parts = [f"model.layers.1.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
     fused = model.model.layers[1].self_attn.qkv_proj
-    assert torch.equal(fused.weight, torch.cat([files.tensors[f"{part}.weight"] for part in parts]))
+    assert torch.equal(plain(fused), torch.cat([files.tensors[f"{part}.weight"] for part in parts]))
     assert torch.equal(fused.bias, torch.cat([files.tensors[f"{part}.bias"] for part in parts]))
-    gate_up = model.model.layers[0].mlp.gate_up_proj.weight
+    gate_up = plain(model.model.layers[0].mlp.gate_up_proj)
     assert torch.equal(gate_up[48:], files.tensors["model.layers.0.mlp.up_proj.weight"])
 
 
