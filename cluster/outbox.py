@@ -11,19 +11,26 @@ from paceline.proto.load import ReplicaLoad
 from paceline.proto.replica_pb2 import AttachResponse, Heartbeat
 from paceline.proto.request import TokenDelta
 
-MAX_PENDING_IDS = 4_000_000  # about 16 MB: a router that is this far behind has failed
+# Of objects that wait, as `_size` estimates them: some ten seconds of 256 streams at 100 steps a second.
+MAX_PENDING_BYTES = 64 << 20
 
 
 class Outbox:
-    """One writer takes frames, in order; all methods belong to the event loop's thread."""
+    """One writer takes frames; all methods belong to the event loop's thread.
+
+    ``overflowed`` is set once its reader is too far behind: nothing is kept from then on. ``end`` lets the writer
+    take what is there and then stop.
+    """
 
     def __init__(self) -> None:
+        self.overflowed = asyncio.Event()
         self._control: deque[AttachResponse] = deque()  # goes first: Accepted stands before the deltas it announces
+        self._load: ReplicaLoad | None = None  # goes second: it is small, and a backlog must not hide it
         self._deltas: list[tuple[int, TokenDelta]] = []
-        self._num_ids = 0
-        self._load: ReplicaLoad | None = None
+        self._num_bytes = 0
+        self._max_bytes = MAX_PENDING_BYTES
+        self._ended = False
         self._wake = asyncio.Event()
-        self.closed = False
 
     def control(self, frame: AttachResponse) -> None:
         self._control.append(frame)
@@ -31,10 +38,14 @@ class Outbox:
 
     def deltas(self, rows: list[tuple[int, TokenDelta]]) -> None:
         """Rows of one step as (handle, delta). A router that stopped reading loses its stream, not our memory."""
+        if self.overflowed.is_set():
+            return
         self._deltas += rows
-        self._num_ids += sum(len(delta.ids) for _, delta in rows)
-        if self._num_ids > MAX_PENDING_IDS:
-            self.close()
+        self._num_bytes += sum(_size(delta) for _, delta in rows)
+        if self._num_bytes > self._max_bytes:
+            self._deltas = []
+            self._control.clear()
+            self.overflowed.set()
         self._wake.set()
 
     def heartbeat(self, load: ReplicaLoad) -> None:
@@ -42,22 +53,31 @@ class Outbox:
         self._load = load
         self._wake.set()
 
-    def close(self) -> None:
-        self.closed = True
+    def end(self) -> None:
+        self._ended = True
         self._wake.set()
 
     async def take(self) -> AttachResponse | None:
-        """The next frame; None once closed."""
-        while True:
-            if self.closed:
-                return None
+        """The next frame, all deltas that wait in one; None at the end."""
+        while not self.overflowed.is_set():
             if self._control:
                 return self._control.popleft()
-            if self._deltas:
-                rows, self._deltas, self._num_ids = self._deltas, [], 0
-                return AttachResponse(deltas=codec.deltas_frame(rows))
             if self._load is not None:
                 load, self._load = self._load, None
                 return AttachResponse(heartbeat=Heartbeat(load=codec.load_message(load)))
+            if self._deltas:
+                rows, self._deltas, self._num_bytes = self._deltas, [], 0
+                return AttachResponse(deltas=codec.deltas_frame(rows))
+            if self._ended:
+                return None
             self._wake.clear()
             await self._wake.wait()
+        return None
+
+
+def _size(delta: TokenDelta) -> int:
+    """About what a delta holds in memory, in bytes."""
+    size = 200 + 8 * len(delta.ids)
+    if delta.logprobs:
+        size += sum(200 + 48 * len(token.top_ids) for token in delta.logprobs)
+    return size

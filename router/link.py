@@ -240,5 +240,3 @@ async def attach(
 
 def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-

@@ -9,7 +9,7 @@ from paceline.proto.errors import InvalidRequest, UnsupportedField
 ROLES = ("system", "developer", "user", "assistant")
 _TOOL_ROLES = ("tool", "function")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "function_call")
-_NEUTRAL = (None, [], {}, "")  # SDKs send such values along when they hand a reply back
+_NEUTRAL: tuple[object, ...] = (None, [], {}, "")  # SDKs send such values along when they hand a reply back
 
 
 class Message(msgspec.Struct, frozen=True):

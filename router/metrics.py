@@ -109,9 +109,9 @@ class Metrics:
         self._safely(lambda: [*map(self._itl.labels(route).observe, seconds)])
 
     def finished(self, usage: Usage) -> None:
-        counts = {"prompt": usage.num_prompt, "cached": usage.num_cached, "generated": usage.num_generated}
-        for kind, count in counts.items():
-            self._safely(lambda kind=kind, count=count: self._tokens.labels(kind).inc(count))
+        self._safely(lambda: self._tokens.labels("prompt").inc(usage.num_prompt))
+        self._safely(lambda: self._tokens.labels("cached").inc(usage.num_cached))
+        self._safely(lambda: self._tokens.labels("generated").inc(usage.num_generated))
 
     def broke(self, code: str) -> None:
         self._safely(lambda: self._broken.labels(code).inc())

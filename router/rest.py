@@ -287,5 +287,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = messages.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
     return _json(error.status_code, shapes.error_body(error.status_code, code, message), headers)
-
-

@@ -54,6 +54,8 @@ class Model:
         self.tokenizer = Tokenizer(card)
         template = chat_template or card.chat_template
         self.chat = Chat(template, card.template_tokens, self.tokenizer) if template else None
+        if self.chat:
+            self.tokenizer.prepare_guard()
         self.hash_root = hashing.root_of(card)
 
     def encode_chat(self, call: Call) -> list[int]:
@@ -117,6 +119,7 @@ def _requests(model: Model, call: Call) -> list[Request]:
             prompt_ids=ids,
             params=call.params,
             priority=call.priority,
+            cache_root=model.hash_root,
             block_hashes=hashing.prompt_hashes(model.hash_root, ids, card.block_size),
         )
         for at, ids in enumerate(prompts)
@@ -248,7 +251,7 @@ class Choice:
         return TextDelta(index=self._index, text=text, ids=ids, logprobs=logprobs, finish_reason=reason)
 
     def _fresh(self, news: TokenDelta) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """The ids not seen yet. Ids that come again are dropped; missing ones mean that the stream cannot be trusted."""
+        """The ids not seen yet. Ids that come again are dropped; missing ones mean a stream that cannot be trusted."""
         ids, logprobs = news.ids, news.logprobs
         ahead = news.offset - self._num_seen
         if ahead > 0:

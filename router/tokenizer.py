@@ -88,6 +88,10 @@ class Tokenizer:
         text = self.special_pattern.sub(lambda match: alias[match[0]], text)
         return self._with_bos(_ids(plain, text.replace(sentinel, "")))
 
+    def prepare_guard(self) -> None:
+        """Makes now what the first guarded text needs: a good part of a second for a large vocabulary."""
+        _ = self._aliased
+
     @staticmethod
     async def off_loop(size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` here if ``size`` characters are few, else in a thread, where the loop goes on."""
@@ -149,9 +153,7 @@ def _piece_reader(kinds: set[str]) -> Callable[[str], bytes] | None:
     """How a vocabulary piece spells its bytes; None if only the tokenizer's own decoder knows."""
     if "ByteLevel" in kinds:
         alphabet = byte_alphabet()
-        return lambda piece: (
-            bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
-        )
+        return lambda piece: bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
     if kinds & {"Metaspace", "ByteFallback", "Replace"}:
         return _sentencepiece_bytes
     return None

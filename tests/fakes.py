@@ -52,19 +52,19 @@ def tiny_tokenizer_json() -> str:
 
 def tiny_card(**changes) -> ModelCard:
     spec = json.loads(tiny_tokenizer_json())
-    card = dict(
-        name="tiny",
-        architecture="llama",
-        fingerprint="tiny-1",
-        max_model_len=256,
-        vocab_size=len(spec["model"]["vocab"]),
-        kv_groups=(KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),),
-        eos_ids=(2,),
-        bos_id=0,
-        chat_template=TEMPLATE,
-        template_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
-        tokenizer_json=tiny_tokenizer_json(),
-    )
+    card: dict = {
+        "name": "tiny",
+        "architecture": "llama",
+        "fingerprint": "tiny-1",
+        "max_model_len": 256,
+        "vocab_size": len(spec["model"]["vocab"]),
+        "kv_groups": (KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),),
+        "eos_ids": (2,),
+        "bos_id": 0,
+        "chat_template": TEMPLATE,
+        "template_tokens": {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
+        "tokenizer_json": tiny_tokenizer_json(),
+    }
     return ModelCard(**card | changes)
 
 

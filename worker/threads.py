@@ -7,6 +7,10 @@ wider than the cores that are ours, costs more than it brings.
 import os
 from collections.abc import MutableMapping
 
+# How long an idle OpenMP thread spins before it sleeps. Measured, SmolLM2 bf16, one row, two threads on two cores:
+# alone a step takes 13 ms with libgomp's default and 19 ms with this; beside busy neighbours, 130 ms or more and 40 ms.
+SPIN_COUNT = "1000"
+
 
 def available() -> int:
     """Cores that this process may run on (its affinity mask, not the host's count)."""
@@ -20,8 +24,8 @@ def prepare(num_threads: int | None = None, environ: MutableMapping[str, str] | 
     """
     environ = os.environ if environ is None else environ
     count = num_threads or available()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        environ.setdefault(name, str(count))
+    for name, value in (("OMP_NUM_THREADS", count), ("MKL_NUM_THREADS", count), ("GOMP_SPINCOUNT", SPIN_COUNT)):
+        environ.setdefault(name, str(value))
     return count
 
 

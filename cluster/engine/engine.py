@@ -75,28 +75,31 @@ class Engine:
 
     def _serve_inbox(self) -> bool:
         """Runs what others asked for; sleeps while there is nothing else to do. False: stop."""
-        timeout: float | None = None
-        if self._idle:
-            self._snapshot(force=True)
-            timeout = IDLE_CHECK
         while True:
             try:
-                command = self._inbox.get(block=self._idle, timeout=timeout)
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 if not self._idle:
                     return True
-                self._check_at_idle()
-                timeout = None
-                continue
+                command = self._sleep()
             if command is None:
                 return False
             command()
 
-    def _check_at_idle(self) -> None:
+    def _sleep(self) -> Callable[[], None] | None:
+        """Until the next command. Idleness is told at once; if it lasts, the invariants are checked and rates fall."""
+        self._snapshot(force=True)
+        try:
+            return self._inbox.get(timeout=IDLE_CHECK)
+        except queue.Empty:
+            pass
         try:
             self.scheduler.check()
         except AssertionError:
             log.exception("an invariant does not hold; the replica goes on")
+        self._rate_since = (time.monotonic(), self.scheduler.counters.generated)
+        self._snapshot(force=True)
+        return self._inbox.get()
 
     def _end_all(self, reason: str, error: str) -> list[TokenDelta]:
         return [
@@ -119,7 +122,10 @@ class Engine:
     # -- from other threads ----------------------------------------------------------------------------------------
 
     def submit(self, request: Request, reply: Callable[[PacelineError | None], None]) -> None:
-        """Queues a request; ``reply`` is called on the engine's thread before any of its deltas is published."""
+        """Queues a request; ``reply`` is called on the engine's thread before any of its deltas is published.
+
+        One that the engine has not come to when it ends gets no reply: whoever runs ``run`` knows that it ended.
+        """
 
         def add() -> None:
             try:

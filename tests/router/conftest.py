@@ -6,9 +6,13 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from paceline.router.app import serve_router
 from paceline.router.config import RouterConfig
+
+settings.register_profile("router", deadline=None)  # shared cores: time says nothing about the code
+settings.load_profile("router")
 
 
 @asynccontextmanager
@@ -16,8 +20,11 @@ async def running_router(*replicas: str, wait: bool = True, **settings) -> Async
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
     config = RouterConfig(port=0, replicas=replicas, **settings)
     serving = asyncio.create_task(serve_router(config, ready=url.set_result, stop=stop))
+    await asyncio.wait({serving, url}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    if not url.done():
+        await asyncio.wait_for(serving, 1)  # raises what went wrong
     try:
-        async with httpx.AsyncClient(base_url=await url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url.result(), timeout=20) as client:
             if wait:
                 await until(lambda: ready(client))
             yield client

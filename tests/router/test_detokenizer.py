@@ -1,4 +1,5 @@
 import codecs
+import itertools
 
 import pytest
 from hypothesis import example, given
@@ -21,7 +22,7 @@ def by_characters(text, stops):
 
 def cut(raw: bytes, borders: list[int]) -> list[bytes]:
     at = sorted({0, len(raw), *(border % (len(raw) + 1) for border in borders)})
-    return [raw[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [raw[a:b] for a, b in itertools.pairwise(at)]
 
 
 def stream(table, ids, stops=(), group=1, **more):

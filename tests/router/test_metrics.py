@@ -46,18 +46,18 @@ def test_engine_metrics_carry_the_agreed_names_and_the_replicas_values():
 
 
 async def test_what_a_request_did_is_counted(router):
-    async with FakeReplica(num_cached=16, delay=0.002, load=ReplicaLoad(blocks_total=77)) as fake:
-        async with router(fake.address) as http:
-            for stream in (True, False):
-                body = {"prompt": [5, 6], "n": 4, "max_tokens": 8, "ignore_eos": True, "stream": stream}
-                assert (await http.post("/v1/completions", json=body)).status_code == 200
-            assert (await http.post("/v1/completions", json={"prompt": 5})).status_code == 400
+    load = ReplicaLoad(blocks_total=77)
+    async with FakeReplica(num_cached=16, delay=0.002, load=load) as fake, router(fake.address) as http:
+        for stream in (True, False):
+            body = {"prompt": [5, 6], "n": 4, "max_tokens": 8, "ignore_eos": True, "stream": stream}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": 5})).status_code == 400
 
-            async def told():
-                return 'replica_id="fake-0"} 77.0' in (await http.get("/metrics")).text
+        async def told():
+            return 'replica_id="fake-0"} 77.0' in (await http.get("/metrics")).text
 
-            await until(told)
-            got = values((await http.get("/metrics")).content)
+        await until(told)
+        got = values((await http.get("/metrics")).content)
     assert {name.split("{")[0] for name in got} >= NAMES | ROUTER_NAMES
     assert got['paceline_router_requests_total{code="200",route="completions"}'] == 2
     assert got['paceline_router_requests_total{code="400",route="completions"}'] == 1

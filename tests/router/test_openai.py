@@ -154,25 +154,41 @@ def test_accepted_values_arrive_as_the_engine_takes_them():
     assert (call.stop, params.logprobs, call.priority, call.include_usage) == (("a", "b"), 0, -5, True)
 
 
-@pytest.mark.parametrize(("body", "want"), [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3), ({}, None), ({"logprobs": False}, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3), ({}, None), ({"logprobs": False}, None)],
+)
 def test_chat_logprobs(body, want):
     assert chat(**body).params.logprobs == want
 
 
-@pytest.mark.parametrize(("prompt", "want"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2]], ([1], [2]))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "want"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ([1, 2],)), ([[1], [2]], ([1], [2]))]
+)
 def test_prompt_forms(prompt, want):
     assert complete(prompt=prompt).prompts == want
 
 
 def test_message_parts_are_joined_in_order_and_empty_content_stays():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]
-    raw = [{"role": "developer", "content": parts}, {"role": "assistant", "content": "", "refusal": None, "tool_calls": []}]
+    raw = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": "", "refusal": None, "tool_calls": []},
+    ]
     assert chat(messages=raw).messages == (Message("developer", "ab"), Message("assistant", ""))
 
 
 def test_choices_in_all_are_bounded():
     assert refused(complete, prompt=["a"] * 100, n=100).param == "n"
     assert refused(complete, prompt=["a"] * 3000).param == "prompt"
+
+
+def outcome(call, body) -> PacelineError | None:
+    try:
+        call(**body)
+    except PacelineError as error:
+        return error
+    return None
 
 
 JSON = st.recursive(
@@ -186,12 +202,8 @@ JSON = st.recursive(
 @settings(max_examples=400)
 def test_any_value_in_any_field_is_taken_or_refused_by_our_own_error(field, value):
     call = complete if COMPLETIONS in field.routes else chat
-    try:
-        call(**{field.name: value})
-    except PacelineError as error:
-        assert error.http_status in (400, 404)
-        assert error.param
-        assert len(error.message) < 200
+    error = outcome(call, {field.name: value})
+    assert error is None or (error.http_status in (400, 404) and error.param and len(error.message) < 200)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

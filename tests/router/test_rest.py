@@ -77,7 +77,8 @@ async def test_a_stream_has_one_reason_for_each_choice_and_ends_once(router, pat
             mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
             assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
             assert mine[-1]["finish_reason"] == "length"
-            assert not mine[-1].get("text") and not mine[-1].get("delta")
+            assert not mine[-1].get("text")
+            assert not mine[-1].get("delta")
         assert ("usage" in seen[0]) == usage
 
 
@@ -139,7 +140,11 @@ async def test_refusals_name_the_field_and_never_repeat_the_input(router):
 
 async def test_unknown_routes_and_methods_speak_the_same_envelope(router):
     async with FakeReplica() as fake, router(fake.address) as http:
-        for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/x", 404)):
+        for method, path, status in (
+            ("GET", "/nope", 404),
+            ("GET", "/v1/completions", 405),
+            ("GET", "/v1/models/x", 404),
+        ):
             response = await http.request(method, path)
             assert response.status_code == status
             error_of(response)
@@ -149,7 +154,9 @@ async def test_ids_of_requests_go_in_and_out_and_unknown_fields_are_named(router
     async with FakeReplica() as fake, router(fake.address) as http:
         both = await asyncio.gather(
             *(
-                http.post("/v1/completions", json={"prompt": text, "foo": 1, "b,a\nd": 2}, headers={"x-request-id": "mine"})
+                http.post(
+                    "/v1/completions", json={"prompt": text, "foo": 1, "b,a\nd": 2}, headers={"x-request-id": "mine"}
+                )
                 for text in ("x", "y")
             )
         )
@@ -272,13 +279,14 @@ async def test_live_answers_while_a_large_prompt_is_tokenized(router):
         big = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello world " * 500_000}))
         slowest = 0.0
         loop = asyncio.get_running_loop()
+        started = loop.time()
         while not big.done():
             began = loop.time()
             assert (await http.get("/health/live")).status_code == 200
             slowest = max(slowest, loop.time() - began)
             await asyncio.sleep(0.01)
         assert error_of(await big)["code"] == "context_length_exceeded"
-        assert slowest < 1.0
+        assert slowest < 0.5 * (loop.time() - started)
 
 
 async def test_text_as_ids_gives_the_same_as_text(router):

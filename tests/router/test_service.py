@@ -58,6 +58,7 @@ async def test_a_prompt_goes_down_as_ids_with_hashes_and_comes_back_as_text():
         assert sent.prompt_ids == encode(prompt)
         assert sent.block_hashes == hashing.prompt_hashes(hashing.root_of(card), sent.prompt_ids, 16)
         assert len(sent.block_hashes) > 0
+        assert sent.cache_root == hashing.root_of(card)
         assert sent.params.temperature == 0.5
         generated = len(encode("Hello 🙂 world.")) + 1
         assert (usage.num_prompt, usage.num_cached, usage.num_generated) == (len(sent.prompt_ids), 16, generated)
@@ -98,7 +99,7 @@ async def test_a_stop_string_ends_the_choice_here_and_finishes_it_there(per_fram
 
 async def test_one_choice_may_stop_while_the_others_go_on():
     def script(request, choice):
-        return encode("ab stop here" if choice == 1 else "nothing of the kind") + [2]
+        return [*encode("ab stop here" if choice == 1 else "nothing of the kind"), 2]
 
     async with serving(FakeReplica(script=script, delay=0.001)) as service:
         texts, reasons, _ = await run(service, completion(n=3, stop="stop"))
@@ -168,13 +169,17 @@ async def test_cancellation_while_waiting_to_be_accepted_aborts():
 )
 async def test_a_failure_comes_after_what_was_said_before_it(options, error):
     async with serving(FakeReplica(text="one two three four", delay=0.005, **options)) as service:
-        said = ""
-        with pytest.raises(error):
+        said = []
+
+        async def listen():
             async with service.open(completion()) as generation:
                 async for batch in generation.deltas():
-                    said += "".join(delta.text for delta in batch)
-        assert "one two three four".startswith(said)
-        assert said
+                    said.extend(delta.text for delta in batch)
+
+        with pytest.raises(error):
+            await listen()
+        assert "".join(said)
+        assert "one two three four".startswith("".join(said))
 
 
 async def test_ids_that_come_again_are_not_told_again():

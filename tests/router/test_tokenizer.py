@@ -31,16 +31,16 @@ def sentencepiece_json(prepend: str = "normalizer") -> str:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    )
     return tokenizer.to_str()
 
 
 def llama_card(**changes):
     text = changes.pop("tokenizer_json", None) or sentencepiece_json()
     size = len(json.loads(text)["model"]["vocab"])
-    return tiny_card(
-        tokenizer_json=text, vocab_size=size, bos_id=1, eos_ids=(2,), **{"add_bos": True, **changes}
-    )
+    return tiny_card(tokenizer_json=text, vocab_size=size, bos_id=1, eos_ids=(2,), **{"add_bos": True, **changes})
 
 
 def test_the_byte_alphabet_names_every_byte_once():

@@ -1,0 +1,286 @@
+"""Hosts an engine on a thread of its own, for an event loop: requests go in, rows for each caller's outbox come out.
+
+Requests get ids of the host's own (two routers may use the same one); each delta finds its way back through the route
+of its request. Knows no sockets, no ray and no torch. But for `_run` and what is marked, all of it belongs to the loop.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.cluster.config import ReplicaConfig
+from paceline.cluster.engine.config import EngineConfig
+from paceline.cluster.engine.engine import Engine
+from paceline.cluster.engine.scheduler import Scheduler
+from paceline.cluster.outbox import Outbox
+from paceline.proto.errors import InvalidRequest, NoReplica, PacelineError, StartupError
+from paceline.proto.load import ReplicaLoad
+from paceline.proto.model import ModelCard
+from paceline.proto.request import FINISH_ERROR, Request, TokenDelta
+
+log = logging.getLogger("paceline.replica")
+
+STOP_TIMEOUT = 10.0  # seconds that a step, or a load, may still take when the host is stopped
+
+# load(rank config, on_phase) -> (executor, card, number of blocks, one line on them); runs on the engine's thread
+Loader = Callable[..., tuple]
+Reply = Callable[[PacelineError | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """Who asks: a router's stream, or a single call. What runs for it ends with it."""
+
+    name: str  # attempts of a request are fenced among callers of one name
+    outbox: Outbox = field(default_factory=Outbox)
+    engine_ids: dict[int, str] = field(default_factory=dict)  # of what runs, by the caller's handle
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Where the news of one request goes."""
+
+    caller: Caller
+    handle: int
+    request_id: str  # the caller's
+    attempt: int
+    num_open: int  # choices that have not ended
+    reply: Reply | None  # not called yet
+
+
+class EngineHost:
+    """``state`` is starting, loading, ready, stopping or dead; ``failed`` is set when a loaded engine has died.
+
+    ``load`` makes the executor on the engine's thread, so that one thread only ever touches the device.
+    """
+
+    def __init__(self, config: ReplicaConfig, load: Loader, name: str):
+        self.name = name
+        self.state = "starting"
+        self.card: ModelCard | None = None
+        self.description = ""  # one line on what was loaded
+        self.failed = asyncio.Event()
+        self._config = config
+        self._load = load
+        self._engine: Engine | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded: asyncio.Future[ModelCard] | None = None
+        self._ended = asyncio.Event()  # the thread has nothing more to say
+        self._routes: dict[str, Route] = {}  # by engine id
+        self._newest: dict[tuple[str, str], str] = {}  # (caller's name, request id) -> engine id of the latest attempt
+        self._callers: set[Caller] = set()
+        self._ids = itertools.count(1)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to load."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded = self._loop.create_future()
+        self.state = "loading"
+        self._thread.start()
+
+    async def ready(self) -> ModelCard:
+        """Waits until the model is loaded. Raises StartupError."""
+        assert self._loaded is not None
+        return await asyncio.shield(self._loaded)
+
+    async def stop(self) -> None:
+        """Ends what is open with an error. Every outbox ends once it has been told."""
+        if self._loaded is None:
+            return
+        if self.state != "dead":
+            self.state = "stopping"
+        if self._engine is not None:
+            self._engine.stop()
+        self._settle_load(StartupError(f"{self.name} was stopped before the model was loaded"))
+        try:
+            await asyncio.wait_for(self._ended.wait(), STOP_TIMEOUT)
+            self._thread.join()
+        except TimeoutError:
+            log.warning("%s: the engine's thread is still busy; it ends with the process", self.name)
+
+    def _run(self) -> None:
+        """The engine's thread: load, then the loop."""
+        error: BaseException | None = None
+        try:
+            executor, card, num_blocks, description = self._load(self._config.rank, self._on_phase)
+            scheduler = Scheduler(_engine_config(self._config, card, num_blocks))
+            engine = Engine(scheduler, executor, self._publish, on_load=self._beat_if_idle)
+            self._call_soon(self._set_loaded, engine, card, description)
+            engine.run()
+        except BaseException as raised:
+            error = raised
+        self._call_soon(self._set_ended, error)
+
+    def _set_loaded(self, engine: Engine, card: ModelCard, description: str) -> None:
+        assert self._loaded is not None
+        self._engine, self.card, self.description = engine, card, description
+        if self.state == "stopping":
+            engine.stop()
+            return
+        self.state = "ready"
+        self._loaded.set_result(card)
+
+    def _set_ended(self, error: BaseException | None) -> None:
+        """Whatever the engine published has been delivered. Nobody is left waiting: see the order in Engine.run."""
+        if error is not None:
+            self.state = "dead"
+            if self._engine is not None:
+                self.failed.set()
+            else:
+                log.error("%s: %s", self.name, error, exc_info=None if isinstance(error, PacelineError) else error)
+                self._settle_load(_startup_error(error))
+        for engine_id in list(self._routes):
+            self._answer(engine_id, NoReplica(f"replica {self.name} is {self.state}"))
+        for caller in self._callers:
+            caller.outbox.end()
+        self._ended.set()
+
+    def _settle_load(self, error: StartupError) -> None:
+        assert self._loaded is not None
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+            self._loaded.exception()  # seen, should nobody wait for it
+
+    def _on_phase(self, phase: str, seconds: float) -> None:
+        log.info("%s: %s took %.2f s", self.name, phase, seconds)
+
+    def _call_soon(self, function: Callable, *args) -> None:
+        """From the engine's thread into the loop, in order."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            log.debug("%s: the event loop is gone", self.name)
+
+    # -- callers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> ReplicaLoad:
+        return self._engine.load if self._engine else ReplicaLoad()
+
+    def open(self, name: str) -> Caller:
+        caller = Caller(name)
+        self._callers.add(caller)
+        return caller
+
+    def close(self, caller: Caller) -> None:
+        """Whatever still runs for it is aborted: a broken stream is never resumed."""
+        self._callers.discard(caller)
+        for handle in list(caller.engine_ids):
+            self.cancel(caller, handle)
+
+    def beat(self) -> None:
+        for caller in self._callers:
+            caller.outbox.heartbeat(self.load)
+
+    def _beat_if_idle(self, load: ReplicaLoad) -> None:
+        """On the engine's thread: that it fell idle is news; while busy the heartbeat of each second will do."""
+        if not load.running and not load.waiting:
+            self._call_soon(self.beat)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, caller: Caller, handle: int, request: Request, reply: Reply) -> None:
+        """Queues a request. ``reply`` is called once, with None when the engine has taken it, before any of its deltas
+        is in the outbox; a request that is cancelled before gets none."""
+        if self._engine is None or self.state != "ready":
+            return reply(NoReplica(f"replica {self.name} is {self.state}", retry_after=1.0))
+        newest = (caller.name, request.request_id)
+        if older := self._newest.get(newest):
+            if self._routes[older].attempt >= request.attempt:
+                return reply(InvalidRequest(f"request {request.request_id} is already running here", "request_id"))
+            self._engine.abort(older)  # overtaken: its endings say so
+        engine_id = f"{request.request_id}#{next(self._ids)}"
+        self._newest[newest] = engine_id
+        self._routes[engine_id] = Route(caller, handle, request.request_id, request.attempt, request.params.n, reply)
+        caller.engine_ids[handle] = engine_id
+        self._engine.submit(
+            msgspec.structs.replace(request, request_id=engine_id),
+            lambda error: self._call_soon(self._answer, engine_id, error),
+        )
+
+    def cancel(self, caller: Caller, handle: int) -> None:
+        """Ends a request; nothing more is sent for it. Unknown handles are fine: it may just have ended."""
+        engine_id = caller.engine_ids.get(handle)
+        if engine_id is not None and self._engine is not None:
+            self._drop(engine_id)
+            self._engine.abort(engine_id)
+
+    def finish(self, caller: Caller, handle: int, choice: int, num_ids: int) -> None:
+        """Ends one choice as a success after ``num_ids`` ids."""
+        engine_id = caller.engine_ids.get(handle)
+        if engine_id is not None and self._engine is not None:
+            self._engine.finish(engine_id, choice, num_ids)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request for an operator, whoever sent it; its callers are told by the endings of its choices."""
+        engine_ids = [engine_id for engine_id, route in self._routes.items() if route.request_id == request_id]
+        for engine_id in engine_ids:
+            self._engine.abort(engine_id)  # type: ignore[union-attr]  # routes exist only with an engine
+        return bool(engine_ids)
+
+    def _answer(self, engine_id: str, error: PacelineError | None) -> None:
+        route = self._routes.get(engine_id)
+        if route is None or route.reply is None:  # cancelled meanwhile, or answered
+            return
+        reply, route.reply = route.reply, None
+        if error is not None:
+            self._drop(engine_id)
+        reply(error)
+
+    def _drop(self, engine_id: str) -> None:
+        route = self._routes.pop(engine_id)
+        del route.caller.engine_ids[route.handle]
+        newest = (route.caller.name, route.request_id)
+        if self._newest.get(newest) == engine_id:
+            del self._newest[newest]
+
+    def _publish(self, deltas: list[TokenDelta]) -> None:
+        """On the engine's thread: one call into the loop per step."""
+        self._call_soon(self._deliver, deltas)
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        rows: dict[Caller, list[tuple[int, TokenDelta]]] = {}
+        for delta in deltas:
+            route = self._routes.get(delta.request_id)
+            if route is None:  # cancelled meanwhile
+                continue
+            rows.setdefault(route.caller, []).append((route.handle, delta))
+            if delta.finish_reason is not None:
+                route.num_open -= 1
+                if delta.finish_reason == FINISH_ERROR:
+                    log.error("%s choice %d: %s", route.request_id, delta.choice, delta.error)
+                if not route.num_open:
+                    self._drop(delta.request_id)
+        for caller, its_rows in rows.items():
+            caller.outbox.deltas(its_rows)
+
+
+def _engine_config(config: ReplicaConfig, card: ModelCard, num_blocks: int) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=card.block_size,
+        max_model_len=card.max_model_len,
+        eos_ids=card.eos_ids,
+        max_num_seqs=config.rank.max_num_seqs,
+        max_num_batched_tokens=config.rank.max_num_batched_tokens,
+        long_prefill_tokens=config.long_prefill_tokens,
+        max_partial_prefills=config.max_partial_prefills,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        depth=config.depth,
+    )
+
+
+def _startup_error(error: BaseException) -> StartupError:
+    if isinstance(error, StartupError):
+        return error
+    return StartupError(f"the model cannot be loaded: {type(error).__name__}: {error}")
