@@ -122,10 +122,10 @@ class Controller:
             member.description = await member.actor.ready.remote()
             await self._move(member, State.READY)
             await member.actor.run.remote()
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             await self._move(member, State.DEAD, _reason(error))
+            if member.actor is not None:  # one that cannot serve must not keep its memory
+                ray.kill(member.actor, no_restart=True)
 
     async def _end(self, member: Member) -> None:
         if member.actor is None:
@@ -149,7 +149,8 @@ class Controller:
         seen = -1
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda last=seen: self._version != last)
+                while self._version == seen:
+                    await self._changed.wait()
                 seen = self._version
                 members = [
                     pb.Replica(replica_id=m.replica_id, address=m.address, state=PB_STATE[m.state], reason=m.reason)

@@ -6,6 +6,7 @@ Blocking calls for a process that has no event loop yet. It knows Ray's life, no
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
@@ -22,17 +23,18 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig):
         self._config = config
-        self._controller = None
+        self._controller: Any = None  # Ray's handle
 
     def start(self, on_states: Callable[[dict[str, str]], None] = lambda states: None) -> tuple[str, list[str]]:
         """Also returns what each replica loaded. Raises StartupError with the reason of the first that cannot."""
         _connect(self._config)
-        self._controller = ray.remote(Controller).options(**controller_options(self._config)).remote(self._config)
+        controller = ray.remote(Controller).options(**controller_options(self._config)).remote(self._config)
+        self._controller = controller
         try:
-            address = ray.get(self._controller.start.remote())
-            ready = self._controller.wait_ready.remote()
+            address = ray.get(controller.start.remote())
+            ready = controller.wait_ready.remote()
             while not ray.wait([ready], timeout=POLL)[0]:
-                on_states(ray.get(self._controller.states.remote()))
+                on_states(ray.get(controller.states.remote()))
             return address, ray.get(ready)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause

@@ -33,7 +33,7 @@ class Target:
         return tuple(whole) if self.rows is None else (self.rows.stop - self.rows.start, *whole[1:])
 
 
-def load_weights(model: CausalLM, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
+def load_weights(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> int:
     """Fills ``model``, which was built on the meta device, and packs it. Returns the bytes its weights take.
 
     Raises StartupError, in one sentence, naming up to three tensors that are missing, unknown or of the wrong shape.
@@ -44,7 +44,7 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, dtype: torch.dtype, de
     waiting = Counter(target.module_name for target in targets.values())
     for name in names:
         target = targets[name]
-        _fill(target, checkpoint.get(name), dtype, device)
+        _fill(target, checkpoint.get(name), device)
         waiting[target.module_name] -= 1
         if not waiting[target.module_name]:
             _pack(target.module)
@@ -105,14 +105,17 @@ def _list(names: list[str], noun: str = "tensor") -> str:
     return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}" if noun else f"{shown}{more}"
 
 
-def _fill(target: Target, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def _fill(target: Target, tensor: torch.Tensor, device: torch.device) -> None:
+    """In the dtype that the parameter was declared with."""
     parameter = getattr(target.module, target.parameter)
     if parameter.is_meta:
         if target.rows is None:
-            filled = tensor.to(device=device, dtype=dtype)
+            filled = tensor.to(device=device, dtype=parameter.dtype)
             setattr(target.module, target.parameter, nn.Parameter(filled, requires_grad=False))
             return
-        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+        parameter = nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False
+        )
         setattr(target.module, target.parameter, parameter)
     where = parameter if target.rows is None else parameter[target.rows]
     where.copy_(tensor)

@@ -147,7 +147,7 @@ class Rank:
             self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
             model = model_class(spec)(spec, self.dtype)
         with self._phase("weights"):
-            weight_bytes = load_weights(model, checkpoint, self.dtype, self.device)
+            weight_bytes = load_weights(model, checkpoint, self.device)
         with self._phase("kv pool"):
             num_blocks, max_model_len = plan_pool(
                 spec,

@@ -25,6 +25,7 @@ from paceline.proto import codec, replica_pb2
 from paceline.proto.cluster_pb2_grpc import ClusterServiceStub
 from paceline.proto.replica_pb2_grpc import ReplicaServiceStub
 from paceline.worker.config import RankConfig
+from tests.cluster.drive import until
 from tests.cluster.engine.fakes import make_request
 from tests.models import tiny_llama_folder
 
@@ -188,5 +189,6 @@ async def test_a_model_that_cannot_load_fails_the_start_with_one_sentence(tmp_pa
         assert str(tmp_path) in told["error"]
         assert "Error" not in told["error"]
         assert "\n" not in told["error"]
+        await until(lambda: not cluster.processes("ray::Replica"))  # it does not keep its memory
         await cluster.stop()
         assert cluster.processes() == []

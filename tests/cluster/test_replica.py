@@ -20,7 +20,7 @@ from tests.cluster.drive import (
     CARD,
     TIMEOUT,
     GatedExecutor,
-    HastyExecutor,
+    LightExecutor,
     RawRouter,
     attached,
     hello,
@@ -161,8 +161,8 @@ async def test_a_request_is_accepted_before_its_deltas_and_ends_once():
 async def test_a_refused_request_carries_code_and_field_and_the_stream_goes_on():
     async with running_replica() as replica:
         router = await attached(replica)
-        await router.submit(1, make_request(max_tokens=5000))
-        await router.submit(2, make_request(max_tokens=2))
+        await router.submit(1, make_request("long", max_tokens=5000))
+        await router.submit(2, make_request("short", max_tokens=2))
         await router.read_until(lambda: bool(router.endings(2)))
         (rejected,) = router.of("rejected")
         assert rejected.handle == 1
@@ -313,21 +313,21 @@ async def test_what_no_router_of_ours_sends_ends_the_stream(second):
 
 
 async def test_a_router_that_stops_reading_loses_its_stream_and_nobody_waits_for_it(monkeypatch):
-    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 300_000)
-    executor = HastyExecutor()
+    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 100_000)
+    executor = LightExecutor()
     async with (
         running_replica(executor, num_blocks=2048) as replica,
         grpc.aio.insecure_channel(replica.address, SMALL_WINDOW) as channel,
     ):
         slow, other = await attached(replica, "slow", ReplicaServiceStub(channel)), await attached(replica, "other")
-        for handle in range(1, 9):
+        for handle in range(1, 16):
             await slow.submit(handle, make_request(f"s{handle}", prompt=4, max_tokens=1900))
         request = make_request("quick", prompt=4, max_tokens=100)
         await other.submit(1, request)
         executor.open_gate()
         await other.read_until(lambda: bool(other.endings(1)))
         assert other.ids(1) == expected_ids(request)
-        await until(lambda: replica.server.load.finished_total.get("abort") == 8)
+        await until(lambda: replica.server.load.finished_total.get("abort") == 15)
         assert replica.server.load.blocks_used == 0
         assert not slow.call.done()
         code, details = await refusal_of(slow)
@@ -512,13 +512,13 @@ async def test_stop_tells_open_requests_closes_streams_and_leaves_no_thread(capl
 
 
 async def test_stop_does_not_wait_for_a_router_that_does_not_read():
-    executor = HastyExecutor(gate_open=True)
+    executor = LightExecutor(gate_open=True)
     async with (
         running_replica(executor, num_blocks=2048) as replica,
         grpc.aio.insecure_channel(replica.address, SMALL_WINDOW) as channel,
     ):
         stuck = await attached(replica, stub=ReplicaServiceStub(channel))
-        for handle in range(1, 9):
+        for handle in range(1, 16):
             await stuck.submit(handle, make_request(f"s{handle}", prompt=4, max_tokens=1900))
         await until(lambda: replica.server.load.generation_tokens_total > 500)
         await asyncio.wait_for(replica.server.stop(), replica_module.STOP_GRACE + 2)

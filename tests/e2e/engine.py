@@ -41,7 +41,13 @@ class Bench:
     """
 
     def __init__(self, model: Path, **config):
-        defaults = {"dtype": "float32", "max_model_len": 1024, "num_kv_blocks": 512, "max_num_seqs": 16, "num_threads": 1}
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "num_kv_blocks": 512,
+            "max_num_seqs": 16,
+            "num_threads": 1,
+        }
         self.rank = Rank(RankConfig(model=str(model), served_model_name="m", **(defaults | config)))
         self.card = self.rank.card
         self.new()

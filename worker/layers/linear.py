@@ -24,11 +24,14 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size, **factory), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [tokens, in]; add: [tokens, out], a residual. Returns [tokens, out]."""
-        if self.packed is not None:
+        """x: [tokens, in]; add: [tokens, out], the fp32 residual. Returns [tokens, out], in fp32 where it was added."""
+        if self.packed is None:
+            y = functional.linear(x, self.weight, self.bias)
+        elif add is not None and add.dtype == x.dtype:
             return packed_linear(x, self.packed, self.bias, add)
-        y = functional.linear(x, self.weight, self.bias)
-        return y if add is None else y + add
+        else:
+            y = packed_linear(x, self.packed, self.bias)
+        return y if add is None else add + y
 
     def pack(self) -> None:
         if can_pack(self.weight):

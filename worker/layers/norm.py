@@ -6,11 +6,14 @@ from torch.nn import functional
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, **factory):
+    """Reads the fp32 residual stream and gives what the next product takes: ``dtype``. Its weight is fp32 too."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, **factory), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device), requires_grad=False)
+        self.dtype = dtype
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., size]. The mean of squares is taken in fp32 whatever x is."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x: [..., size] fp32. Returns the same shape in ``dtype``, or in the one given."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps).to(dtype or self.dtype)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from paceline.proto.errors import StartupError
 from paceline.worker.attention.base import StepAttention
-from paceline.worker.layers.embedding import Embedding, Head, TiedHead
+from paceline.worker.layers.embedding import Embedding, Head
 from paceline.worker.layers.linear import FusedLinear, Linear
 from paceline.worker.layers.norm import RMSNorm
 from paceline.worker.layers.rotary import Rotary, rotate
@@ -64,7 +64,11 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm: each half reads a normalised copy and is added to the residual stream."""
+    """Pre-norm: each half reads a normalised copy and is added to the residual stream.
+
+    The stream is fp32 whatever the weights are: sixty additions in bf16 were seen to move logits by 0.1, to keep it
+    wide costs 3 % of a step.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, **factory):
         super().__init__()
@@ -87,7 +91,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec, factory["dtype"])
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
-        x = self.embed_tokens(ids)
+        x = self.embed_tokens(ids).float()
         turn = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, turn, attn)
@@ -109,16 +113,13 @@ class CausalLM(nn.Module):
         factory = {"device": torch.device("meta"), "dtype": dtype}
         self.spec = spec
         self.model = Decoder(spec, self.layer_class, **factory)
-        self.lm_head: nn.Module = (
-            TiedHead(self.model.embed_tokens)
-            if spec.tie_embeddings
-            else Head(spec.hidden_size, spec.vocab_size, **factory)
-        )
+        tied_to = self.model.embed_tokens if spec.tie_embeddings else None
+        self.lm_head = Head(spec.vocab_size, spec.hidden_size, tied_to, **factory)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
         """ids, positions: [tokens]. Returns the last layer's output, not normalised: [tokens, hidden]."""
         return self.model(ids, positions, attn)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden], only the rows that need it. Returns [rows, vocab_size], padding rows included."""
-        return self.lm_head(self.model.norm(hidden))
+        """hidden: [rows, hidden] fp32, only the rows that need it. Returns fp32 [rows, vocab_size], padding included."""
+        return self.lm_head(self.model.norm(hidden, torch.float32))
