@@ -1,4 +1,4 @@
-"""How busy a replica is: what policies, the autoscaler and metrics read. Made by the engine, each second and on change."""
+"""How busy a replica is: what policies, the autoscaler and metrics read. Made by the engine as it goes."""
 
 import msgspec
 

@@ -34,10 +34,14 @@ console = Console(stderr=True, highlight=False)
 MODEL, SERVER, ENGINE, MEMORY, CLUSTER = "Model", "Server", "Engine", "Memory and device", "Cluster"
 
 
-def flag(panel: str, text: str, name: str, *more: str, **kwargs: Any) -> Any:
-    """An option that PACELINE_<NAME> sets too."""
+def flag(panel: str, text: str, name: str, *more: str, metavar: str | None = None, **kwargs: Any) -> Any:
+    """An option that PACELINE_<NAME> sets too. Numbers with a range are shown as N: the range is in the error."""
+    if "min" in kwargs:
+        metavar = metavar or "N"
     variable = "PACELINE_" + name.split("/")[0].removeprefix("--").replace("-", "_").upper()
-    return typer.Option(name, *more, help=text, rich_help_panel=panel, envvar=variable, **kwargs)
+    return typer.Option(
+        name, *more, help=text, rich_help_panel=panel, envvar=variable, show_envvar=False, metavar=metavar, **kwargs
+    )
 
 
 ModelFlag = Annotated[
@@ -123,6 +127,8 @@ def serve(
     """Serve a model on this machine: router, controller and replicas in one command.
 
     [bold]paceline serve[/bold] starts the built-in model; [bold]paceline serve -m ./my-model[/bold] your own.
+
+    Every flag can also be set in the environment: [bold]PACELINE_MAX_NUM_SEQS=32[/bold] is --max-num-seqs 32.
     """
     from paceline.cluster.config import ClusterConfig, ReplicaConfig
     from paceline.router.config import RouterConfig

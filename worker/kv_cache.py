@@ -5,9 +5,11 @@ will read. Which block belongs to whom is the plan's affair.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from paceline.proto.errors import StartupError
@@ -19,6 +21,7 @@ GIB = 1 << 30
 CPU_SHARE = 0.3  # of available memory, where none is given: a laptop has other work to do
 CPU_LIMIT = 4 * GIB
 GPU_SHARE = 0.9
+ALIGNMENT = 4096  # bytes; a page
 
 log = logging.getLogger("paceline.worker")
 
@@ -30,8 +33,8 @@ class KVCache:
         shape = (num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
         self.block_size = block_size
         # Zeros, not what memory held: masked entries still take part in products, where 0 * nan would be nan.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.keys = [zeros(shape, dtype, device) for _ in range(spec.num_layers)]
+        self.values = [zeros(shape, dtype, device) for _ in range(spec.num_layers)]
 
     @property
     def num_blocks(self) -> int:
@@ -46,6 +49,15 @@ class KVCache:
         dsts = torch.from_numpy(column(plan.copy_dsts)).to(device)
         for cache in (*self.keys, *self.values):
             cache.index_copy_(0, dsts, cache.index_select(0, srcs))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a host, memory that the system zeroes when it is first touched: writing 4 GiB of zeros took 8 s of a start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + raw.nbytes - ALIGNMENT]).view(dtype).view(shape)
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

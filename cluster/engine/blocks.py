@@ -38,10 +38,7 @@ class BlockPool:
     def allocate(self) -> int:
         """A block for one holder; what it was called is forgotten. The caller has seen num_free > 0."""
         block, _ = self._free.popitem(last=False)
-        name = self._names[block]
-        if name is not None:
-            del self._by_name[name]
-            self._names[block] = None
+        self.unname(block)
         self.refs[block] = 1
         return block
 
@@ -76,10 +73,12 @@ class BlockPool:
             self._by_name[name] = block
             self._names[block] = name
 
-    def forget_names(self) -> None:
-        """Empties the prefix cache; held blocks stay held."""
-        self._by_name.clear()
-        self._names = [None] * (self.num_blocks + 1)
+    def unname(self, block: int) -> None:
+        """The block will be written: nobody may find what it held."""
+        name = self._names[block]
+        if name is not None:
+            del self._by_name[name]
+            self._names[block] = None
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """free + cached + referenced = total, and every reference is somebody's. Raises AssertionError."""

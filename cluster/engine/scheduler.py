@@ -69,6 +69,13 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.request_id} is already running", "request_id")
         if not num_prompt:
             raise InvalidRequest("the prompt has no tokens", "prompt")
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
+        if request.resume and (
+            len(request.resume) != params.n
+            or any(len(ids) >= (params.max_tokens or config.max_model_len) for ids in request.resume)
+        ):
+            raise InvalidRequest("resume needs one list per choice, each shorter than max_tokens", "resume")
         if request.priority and config.scheduling_policy == "fcfs":
             raise InvalidRequest("this server schedules first come, first served: leave out priority", "priority")
         room = min(config.max_model_len, config.num_blocks * config.block_size) - num_prompt
@@ -309,6 +316,8 @@ class Scheduler:
                     pool.release((shared,))
                     seq.block_ids[index] = own
                     self.counters.copies += 1
+            # Its parent may have filled and named it before the fork was known (depth 2): that content ends here.
+            pool.unname(seq.block_ids[index])
             seq.shared_end = 0
         while seq.capacity < end:
             if not pool.num_free and not self._reclaim(draft, seq):

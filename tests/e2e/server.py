@@ -76,7 +76,7 @@ def serving(log: Path, *flags: str, **options) -> Iterator[Server]:
 
 def run_to_its_end(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     command: Sequence[str] = [PACELINE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | {"COLUMNS": "120"})
 
 
 def _ready(url: str) -> bool:

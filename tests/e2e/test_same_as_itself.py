@@ -1,6 +1,7 @@
-"""One set of prompts, every way to run it: the ids may not change. Each way proves by its counters that it was taken."""
+"""One set of prompts, every way to run it: the ids may not change. Each way proves by counters that it was taken."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_with_physical_blocks_scattered(bench, prompts, alone):
     bench.new(free_ids=order)
     assert together(bench, prompts) == alone
     used = [block for plan in bench.executor.plans for block in plan.table_blocks]
-    assert sum(abs(a - b) != 1 for a, b in zip(used, used[1:], strict=False)) > len(used) * 0.9
+    assert sum(abs(a - b) != 1 for a, b in pairwise(used)) > len(used) * 0.9
 
 
 @pytest.mark.parametrize("way", ["chunks", "preempted", "depth 2", "among others", "fork"])

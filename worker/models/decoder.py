@@ -121,5 +121,5 @@ class CausalLM(nn.Module):
         return self.model(ids, positions, attn)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden] fp32, only the rows that need it. Returns fp32 [rows, vocab_size], padding included."""
+        """hidden: [rows, hidden] fp32, only rows that need it. Returns fp32 [rows, vocab_size], padding included."""
         return self.lm_head(self.model.norm(hidden, torch.float32))

@@ -1,6 +1,7 @@
 """Hypothesis drives scheduler and pool through arrivals, aborts, forks, stops, faults and shortage, with results
 outstanding; ``check()`` runs after every commit and the fake executor verifies every position that a row reads."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,10 @@ def finish(d: Drive, added: dict, cut: set) -> None:
     d.scheduler.check()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = int(os.environ.get("PACELINE_EXAMPLES", "300"))  # the prover asks for more
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(configs, st.lists(events, max_size=60))
 def test_every_choice_ends_once_with_its_own_ids_whatever_happens(config, script):
     play(config, script)
@@ -137,6 +141,17 @@ def test_with_room_for_all_computed_is_prompt_plus_generated_less_cached(asked, 
     needed = sum(e.usage.num_prompt + e.usage.num_generated - 1 - e.usage.num_cached for e in d.endings.values())
     assert counters.preemptions == 0
     assert counters.computed == needed + counters.discarded
+
+
+def test_a_fork_that_is_learnt_late_does_not_overwrite_what_the_cache_calls_its_parents():
+    """At depth 2 the parent may fill the shared block, and so name it, before its fork is known."""
+    config = {"num_blocks": 9, "depth": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_partial_prefills": 1}
+    asked = {"prompt": 15, "shared": 0, "max_tokens": 2, "n": 2, "priority": 0, "tenant": "", "stops": False}
+    d = play(config, [("add", asked)])
+    again = make_request("again", [*range(1000, 1015), scripted(tuple(range(1000, 1015)), 0, 15), 7], 2)
+    d.add(again)
+    d.run()
+    assert d.emitted["again", 0] == natural_ids(again, 0)
 
 
 SCRIPT = """
