@@ -99,7 +99,7 @@ class _HeaderReader:
     """A cursor over the header. ``at`` ends behind the tensor directory."""
 
     def __init__(self, data: np.ndarray, path: Path):
-        self.view = memoryview(data)
+        self.view = memoryview(data)  # type: ignore[arg-type]  # numpy arrays are buffers
         self.path = path
         self.at = 0
 

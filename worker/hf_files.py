@@ -104,8 +104,9 @@ def _read_rope(config: Json, max_position: int, path: Path) -> tuple[float, Rope
     for name in ("factor", *needed[kind]):
         _need(rope, name, path, field)
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    numbers = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given = {name: float(rope[name]) for name in (*numbers, "mscale", "mscale_all_dim") if rope.get(name) is not None}
+    numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
+    numbers += ["mscale", "mscale_all_dim"]
+    given: dict[str, Any] = {name: float(rope[name]) for name in numbers if rope.get(name) is not None}
     return theta, RopeScaling(kind=kind, original_max_position=int(original or max_position), **given)
 
 

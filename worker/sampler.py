@@ -181,7 +181,8 @@ def _top_k(rows: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _keys(rows: np.ndarray, positions: np.ndarray, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(_to(key, like)[:, None] for key in row_keys(rows["seed"], rows["choice"], positions))
+    first, second = row_keys(rows["seed"], rows["choice"], positions)
+    return _to(first, like)[:, None], _to(second, like)[:, None]
 
 
 def _to(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:

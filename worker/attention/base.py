@@ -80,7 +80,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
     raise StartupError(f"--attention-backend {name} cannot run here: {reasons[name]}; {works}.")
 
 
-def _load(name: str) -> type:
+def _load(name: str) -> Any:
     module, attribute = BACKENDS[name]
     return getattr(import_module(module), attribute)
 

@@ -32,12 +32,17 @@ class Head(nn.Module):
         super().__init__()
         if tied_to is None:
             self.weight = nn.Parameter(torch.empty(vocab_size, size, **factory), requires_grad=False)
-        # Not a submodule: a tied weight belongs to the embedding and is loaded there, once.
-        object.__setattr__(self, "rows", tied_to or self)
+        # Kept from becoming a submodule: a tied weight belongs to the embedding and is loaded there, once.
+        self._rows = [self if tied_to is None else tied_to]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[vocab_size, size], plain."""
+        return self._rows[0].weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, size] fp32. Returns fp32 logits [rows, vocab_size]."""
-        weight = self.rows.weight
+        weight = self.rows
         narrow = x.to(weight.dtype)
         rough = functional.linear(narrow, weight) if self.packed is None else packed_linear(narrow, self.packed)
         if weight.dtype == torch.float32:
@@ -48,5 +53,5 @@ class Head(nn.Module):
         return logits.scatter_(1, best, exact)
 
     def pack(self) -> None:
-        if can_pack(self.rows.weight):
-            self.packed = pack_weight(self.rows.weight)
+        if can_pack(self.rows):
+            self.packed = pack_weight(self.rows)

@@ -36,7 +36,7 @@ class Linear(nn.Module):
     def pack(self) -> None:
         if can_pack(self.weight):
             self.packed = pack_weight(self.weight)
-            self.weight = None
+            self.register_parameter("weight", None)
 
 
 class FusedLinear(Linear):

@@ -5,6 +5,7 @@ become one here, ``packed`` says which. Arguments are explicit: a layer gets thi
 in and keeps nothing. Which ids come next is the sampler's affair.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from paceline.worker.models.spec import ModelSpec
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [tokens, 1, head_dim]
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
