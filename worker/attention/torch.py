@@ -6,7 +6,8 @@ of query positions, so keys and values are never repeated:
     q  [rows, kv_heads, group, dim]     k, v  [rows, kv_heads, context, dim]     mask  [rows, 1, 1, context]
 
 Rows of very different context lengths would gather mostly padding, so they are cut into runs of like length first (the
-batch has them sorted). Prefill chunks run one by one with their own causal mask.
+batch has them sorted). Prefill chunks run one by one with their own causal mask, and in bf16 on a CPU in tiles of
+queries: torch's own kernel multiplies bf16 there at a quarter of the speed of its matrix product.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.worker.batch import Batch
 
 _SPREAD = 2  # a run's longest context has at most this many times the blocks of its shortest ...
+_TILE = 128  # queries whose scores over a few thousand keys stay in a core's cache
 _SHORT = 16  # ... or this many blocks: below, one more call costs more than the padding
 
 
@@ -48,6 +50,7 @@ class Metadata:
     write_to: torch.Tensor  # [tokens]
     decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
+    future: torch.Tensor  # [tile, tile], -inf above the diagonal
 
 
 class TorchAttention:
@@ -62,6 +65,7 @@ class TorchAttention:
             write_to=batch.write_to,
             decodes=tuple(_decodes(batch, num_blocks, start, stop) for start, stop in runs),
             chunks=tuple(_chunk(batch, num_blocks, row) for row in range(batch.num_decodes, len(batch.slots))),
+            future=torch.full((_TILE, _TILE), float("-inf"), device=batch.ids.device).triu_(1),
         )
 
     def forward(self, q, k, v, keys, values, metadata: Metadata, *, scale: float) -> torch.Tensor:
@@ -75,7 +79,10 @@ class TorchAttention:
             else:
                 context_k = _gather(keys, chunk.blocks)[: chunk.context_len]
                 context_v = _gather(values, chunk.blocks)[: chunk.context_len]
-            parts.append(_attend_chunk(q[own], context_k, context_v, chunk.mask, scale))
+            if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+                parts.append(_attend_chunk_in_tiles(q[own], context_k, context_v, metadata.future, scale))
+            else:
+                parts.append(_attend_chunk(q[own], context_k, context_v, chunk.mask, scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -139,3 +146,23 @@ def _attend_chunk(q, k, v, mask: torch.Tensor | None, scale: float) -> torch.Ten
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(length, num_heads * dim)
+
+
+def _attend_chunk_in_tiles(q, k, v, future: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same by two plain products per tile of queries, which look at nothing behind their own last position."""
+    length, num_heads, dim = q.shape
+    context_len, kv_heads, _ = k.shape
+    group = num_heads // kv_heads
+    q = (q * scale).view(length, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, chunk, dim]
+    k = k.permute(1, 2, 0).contiguous()  # [kv_heads, dim, context]
+    v = v.transpose(0, 1).contiguous()  # [kv_heads, context, dim]
+    parts = []
+    for first in range(0, length, _TILE):
+        size = min(_TILE, length - first)
+        seen = context_len - length + first + size
+        scores = torch.bmm(q[:, :, first : first + size].reshape(kv_heads, group * size, dim), k[:, :, :seen])
+        scores = scores.view(kv_heads, group, size, seen)
+        scores[..., seen - size :] += future[:size, :size]
+        weights = scores.softmax(-1).view(kv_heads, group * size, seen)
+        parts.append(torch.bmm(weights, v[:, :seen]).view(kv_heads, group, size, dim))
+    return torch.cat(parts, 2).permute(2, 0, 1, 3).reshape(length, num_heads * dim)
