@@ -66,8 +66,14 @@ def serve(
     port: Annotated[int, flag(SERVER, "Port of the HTTP API; 0 takes a free one.", "--port", min=0, max=65535)] = 8000,
     max_num_seqs: Annotated[int, flag(ENGINE, "Sequences that run at once.", "--max-num-seqs", min=1)] = 64,
     max_num_batched_tokens: Annotated[
-        int, flag(ENGINE, "Token budget of one step: lower keeps streams smooth.", "--max-num-batched-tokens", min=1)
-    ] = 512,
+        int,
+        flag(
+            ENGINE,
+            "Token budget of one step: lower keeps streams smooth, higher suits a GPU.",
+            "--max-num-batched-tokens",
+            min=1,
+        ),
+    ] = 256,
     long_prefill_token_threshold: Annotated[
         int | None,
         flag(

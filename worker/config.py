@@ -16,7 +16,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_memory_share: float | None = None

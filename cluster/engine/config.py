@@ -19,7 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     eos_ids: tuple[int, ...] = ()
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     long_prefill_tokens: int | None = None  # None: half of the budget
     max_partial_prefills: int = 2
     max_bypasses: int = 16
