@@ -9,17 +9,17 @@ preemption are all "tokens that no plan holds yet" under one token budget, share
 copy-on-write (Kwon et al. 2023, PagedAttention).
 
 Pure decisions over values and ``now``: no clock, no torch, no Ray, no randomness, no sets in an order that matters.
-This file knows nothing of text, replicas or ranks; blocks.py owns the blocks, waiting.py the order of the queue.
+This file knows nothing of text, replicas or ranks; residents.py gives seats and blocks, waiting.py orders the queue.
 """
 
-from bisect import bisect_left, insort
 from collections import deque
 
 from paceline.cluster.engine.blocks import BlockPool
 from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.draft import Draft
 from paceline.cluster.engine.record import Counters, StepRecord
-from paceline.cluster.engine.sequence import NEVER, NO_SLOT, Sequence
+from paceline.cluster.engine.residents import Residents
+from paceline.cluster.engine.sequence import NO_SLOT, Sequence
 from paceline.cluster.engine.waiting import WaitingQueue
 from paceline.proto.errors import ContextLengthExceeded, InvalidRequest, KVPoolExceeded
 from paceline.proto.hashing import chain
@@ -36,7 +36,7 @@ from paceline.proto.request import (
 )
 from paceline.proto.step import StepPlan, StepResult
 
-SCAN_LEN = 64  # waiting sequences looked at behind a head that lacks blocks
+SCAN_LEN = 16  # waiting sequences looked at behind a head that lacks blocks
 NUM_RECORDS = 1024
 
 
@@ -47,14 +47,11 @@ class Scheduler:
         self.config = config
         self.pool = pool or BlockPool(config.num_blocks)
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # sorted by key
         self.counters = Counters()
+        self.residents = Residents(config.max_num_seqs, config.block_size, self.pool, self.waiting, self.counters)
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._requests: dict[str, list[Sequence]] = {}  # live choices of live requests
-        self._holders: list[Sequence] = []  # waiting forks, which share blocks; sorted by key
         self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._releases: list[int] = []
         self._eos = frozenset(config.eos_ids)
         self._next_arrival = 0
         self._next_step = 0
@@ -131,6 +128,10 @@ class Scheduler:
         return list(self._requests)
 
     @property
+    def running(self) -> list[Sequence]:
+        return self.residents.running
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
@@ -149,8 +150,7 @@ class Scheduler:
             self._admit(draft, num_long, promised)
         if not draft.rows:
             return None
-        plan = draft.plan(self._releases)
-        self._releases = []
+        plan = draft.plan(self.residents.take_releases())
         self._next_step += 1
         num_tokens = sum(draft.lens)
         self.counters.computed += num_tokens
@@ -175,7 +175,7 @@ class Scheduler:
         """A row for every running sequence that needs exactly one token; returns those that need more."""
         prefilling = []
         running, index = self.running, 0
-        while index < len(running):  # _reclaim may shorten the list behind index
+        while index < len(running):  # make_room may shorten the list behind index
             seq = running[index]
             index += 1
             start = seq.num_planned
@@ -184,7 +184,9 @@ class Scheduler:
                 continue
             if start >= seq.max_len - 1 or not draft.budget:
                 continue  # every id that max_tokens allows is planned; or the step is full
-            if (start >= seq.capacity or start < seq.shared_end) and self._make_room(draft, seq, start + 1) == start:
+            if (start >= seq.capacity or start < seq.shared_end) and self.residents.make_room(
+                draft, seq, start + 1
+            ) == start:
                 continue
             draft.put_chunk(seq, start + 1, 1)
         draft.num_decode = len(draft.rows)
@@ -202,7 +204,7 @@ class Scheduler:
             limit = threshold if todo > threshold and contended else todo
             end = seq.num_planned + min(limit, draft.budget)
             if end > seq.num_planned:
-                end = self._make_room(draft, seq, end)
+                end = self.residents.make_room(draft, seq, end)
             if end > seq.num_planned:
                 self._put_prefill(draft, seq, end)
             num_long += seq.num_todo > threshold
@@ -211,78 +213,34 @@ class Scheduler:
 
     def _admit(self, draft: Draft, num_long: int, promised: int) -> None:
         """Waiting sequences take seats while seats, budget and blocks last."""
-        config, pool = self.config, self.pool
+        config, residents = self.config, self.residents
         threshold, block_size = config.long_prefill_threshold, config.block_size
         head: Sequence | None = None  # the first that lacks blocks
-        for seq in self.waiting.first(len(self._free_slots) + SCAN_LEN):
-            if not self._free_slots or not draft.budget:
-                draft.waits_for = draft.waits_for or ("budget" if self._free_slots else "seats")
+        for seq in self.waiting.first(residents.num_free_seats + SCAN_LEN):
+            if not residents.num_free_seats or not draft.budget:
+                draft.waits_for = draft.waits_for or ("budget" if residents.num_free_seats else "seats")
                 return
             if head is not None and head.num_bypassed >= config.max_bypasses:
                 return
-            hit = [] if seq.block_ids else pool.match(seq.hashes, (len(seq.token_ids) - 1) // block_size)
+            hit = [] if seq.block_ids else self.pool.match(seq.hashes, (len(seq.token_ids) - 1) // block_size)
             todo = seq.num_todo - len(hit) * block_size
             if todo > threshold and num_long >= config.max_partial_prefills:
                 draft.waits_for = draft.waits_for or "long prefills"
                 continue
-            if not self._fits(seq, hit, promised):
+            if not self.residents.fits(seq, hit, promised):
                 if head is None:
                     head, draft.waits_for = seq, "blocks"
                 continue
-            self._seat(draft, seq, hit)
+            self.residents.seat(draft, seq, hit)
             contended = bool(num_long) or len(self.waiting) > 0
             limit = threshold if todo > threshold and contended else todo
-            end = self._make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
+            end = self.residents.make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
             if end > seq.num_planned:
                 self._put_prefill(draft, seq, end)
             num_long += seq.num_todo > threshold
             promised += max(0, -(-len(seq.token_ids) // block_size) - len(seq.block_ids))
             if head is not None:
                 head.num_bypassed += 1
-
-    def _fits(self, seq: Sequence, hit: list[int], promised: int) -> bool:
-        """All ids known of a sequence find blocks, beside what running prompts were promised and some room to decode.
-
-        With nobody running, forks that wait on shared blocks are stripped of them: they are the only holders left.
-        """
-        while True:
-            idle_hits = sum(self.pool.refs[block] == 0 for block in hit)
-            needed = -(-len(seq.token_ids) // self.config.block_size) - len(hit) - len(seq.block_ids)
-            headroom = self.config.num_blocks // 100 if self.running else 0
-            if needed <= 0 or needed + headroom <= self.pool.num_free - idle_hits - promised:
-                return True
-            if self.running or not self._strip_holder(besides=seq):
-                return False
-
-    def _seat(self, draft: Draft, seq: Sequence, hit: list[int]) -> None:
-        self.waiting.remove(seq)
-        if seq.block_ids:
-            self._holders.remove(seq)
-        else:
-            for block in hit:
-                self.pool.acquire(block)
-            seq.block_ids = hit
-            seq.capacity = len(hit) * self.config.block_size
-            seq.num_planned = seq.num_computed = seq.capacity
-            seq.num_named = len(hit)
-            self._account_start(seq)
-        seq.next_name_at = (seq.num_named + 1) * self.config.block_size if seq.cacheable else NEVER
-        seq.slot = self._free_slots.pop()
-        insort(self.running, seq, key=lambda s: s.key)
-        draft.seat(seq)
-
-    def _account_start(self, seq: Sequence) -> None:
-        counters, hit_len = self.counters, seq.num_planned
-        if not seq.started:
-            seq.started = True
-            seq.num_skipped = hit_len
-            seq.num_cached = min(hit_len, seq.num_prompt)
-            counters.prompt += seq.num_prompt
-            counters.cached += seq.num_cached
-        elif hit_len <= seq.num_lost:
-            counters.recomputed += seq.num_lost - hit_len
-        else:  # another one with the same ids got further meanwhile
-            seq.num_skipped += hit_len - seq.num_lost
 
     def _put_prefill(self, draft: Draft, seq: Sequence, end: int) -> None:
         """A chunk, and names for the known blocks that it fills: the next one in this very plan may share them."""
@@ -294,84 +252,6 @@ class Scheduler:
                 self.pool.name(seq.block_ids[index], seq.hashes[index])
             seq.num_named = filled
             seq.next_name_at = (filled + 1) * self.config.block_size
-
-    # -- blocks ----------------------------------------------------------------------------------------------------
-
-    def _make_room(self, draft: Draft, seq: Sequence, end: int) -> int:
-        """Blocks for positions up to ``end``, preempting later sequences if needed; returns how far they reach."""
-        pool, block_size = self.pool, self.config.block_size
-        start = seq.num_planned
-        if end <= seq.num_held:
-            return end
-        if start < seq.shared_end:
-            index = start // block_size
-            shared = seq.block_ids[index]
-            if pool.refs[shared] > 1:
-                if not pool.num_free and not self._reclaim(draft, seq):
-                    return start
-                if pool.refs[shared] > 1:  # the reclaimed one may have been the other holder
-                    own = pool.allocate()
-                    draft.copies.append((shared, own))
-                    draft.put_block(seq, index, own)
-                    pool.release((shared,))
-                    seq.block_ids[index] = own
-                    self.counters.copies += 1
-            # Its parent may have filled and named it before the fork was known (depth 2): that content ends here.
-            pool.unname(seq.block_ids[index])
-            seq.shared_end = 0
-        while seq.capacity < end:
-            if not pool.num_free and not self._reclaim(draft, seq):
-                break
-            block = pool.allocate()
-            draft.put_block(seq, len(seq.block_ids), block)
-            seq.block_ids.append(block)
-            seq.capacity += block_size
-        return min(end, seq.capacity)
-
-    def _reclaim(self, draft: Draft, seq: Sequence) -> bool:
-        """Frees a block by taking those of the last in order; never of one before ``seq`` or in this plan."""
-        while not self.pool.num_free:
-            victim = next((s for s in reversed(self.running) if s is seq or s.planned_in != draft.step_id), seq)
-            if self._holders and self._holders[-1].key > victim.key:
-                self._strip_holder()
-            elif victim is not seq:
-                draft.preempted.append((victim.request_id, seq.request_id))
-                self._preempt(victim)
-            elif not self._strip_holder():
-                return False
-        return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.counters.preemptions += 1
-        seq.num_lost = seq.num_planned
-        self._vacate(seq)
-        self.waiting.push(seq)
-
-    def _strip_holder(self, besides: Sequence | None = None) -> bool:
-        """The last waiting fork gives up the blocks it shares and becomes an ordinary sequence."""
-        victim = next((s for s in reversed(self._holders) if s is not besides), None)
-        if victim is None:
-            return False
-        self.counters.preemptions += 1
-        victim.num_lost = victim.num_planned
-        self._holders.remove(victim)
-        self._vacate(victim)
-        return True
-
-    def _vacate(self, seq: Sequence) -> None:
-        """Back to nothing: blocks, slot and cursors go, results in flight become old."""
-        self.pool.release(seq.block_ids)
-        seq.block_ids = []
-        seq.capacity = seq.shared_end = seq.num_held = seq.num_named = 0
-        seq.next_name_at = NEVER
-        seq.num_planned = seq.num_computed = seq.num_pending = 0
-        seq.epoch += 1
-        if seq.slot != NO_SLOT:
-            index = bisect_left(self.running, seq.key, key=lambda s: s.key)
-            del self.running[index]
-            self._releases.append(seq.slot)
-            self._free_slots.append(seq.slot)
-            seq.slot = NO_SLOT
 
     # -- commit ----------------------------------------------------------------------------------------------------
 
@@ -424,10 +304,6 @@ class Scheduler:
         shared_end = len(shared) * block_size if num_prompt % block_size else 0
         for choice in range(1, parent.num_to_fork + 1):
             child = Sequence(request, choice, parent.key[1], parent.max_len, parent.stop_ids)
-            for block in shared:
-                self.pool.acquire(block)
-            child.block_ids = list(shared)
-            child.capacity = len(shared) * block_size
             child.shared_end = shared_end
             child.num_planned = child.num_computed = child.num_skipped = num_prompt - 1
             child.num_held = num_prompt
@@ -438,8 +314,7 @@ class Scheduler:
             child.num_named = num_prompt // block_size if parent.cacheable else 0
             self._requests[request.request_id].append(child)
             self.waiting.join(request.tenant)
-            self.waiting.push(child)
-            insort(self._holders, child, key=lambda s: s.key)
+            self.residents.hold(child, shared)
         parent.shared_end = shared_end
         parent.num_to_fork = 0
 
@@ -503,11 +378,7 @@ class Scheduler:
         spent = seq.num_lost if seq.slot == NO_SLOT and not seq.block_ids else seq.num_planned
         if reason in (FINISH_STOP, FINISH_LENGTH):
             self.counters.discarded += max(0, spent - (seq.num_prompt + num_generated - 1))
-        if seq.slot == NO_SLOT:
-            self.waiting.remove(seq)
-            if seq.block_ids:
-                self._holders.remove(seq)
-        self._vacate(seq)
+        self.residents.leave(seq)
         seq.finish_reason = reason
         choices = self._requests[seq.request_id]
         choices.remove(seq)
@@ -558,11 +429,7 @@ class Scheduler:
         waiting = self.waiting.all()
         alive = [seq for choices in self._requests.values() for seq in choices]
         assert sorted(s.key for s in alive) == sorted(s.key for s in self.running + waiting), "a sequence is lost"
-        self.pool.check(seq.block_ids for seq in alive)
-        assert [s.key for s in self.running] == sorted(s.key for s in self.running), "running is out of order"
-        assert sum(bool(s.block_ids) for s in waiting) == len(self._holders), "a waiting one holds blocks"
-        slots = [s.slot for s in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.config.max_num_seqs)), "a slot is lost"
+        self.residents.check(waiting, alive)
         for seq in alive:
             length = len(seq.token_ids)
             assert seq.finish_reason is None
