@@ -236,10 +236,12 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("load",)
+    __slots__ = ("load", "draining")
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     load: Load
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("step_id", "running", "waiting", "queued_tokens", "tokens_per_second", "blocks_used", "blocks_total", "prompt_tokens_total", "cached_prompt_tokens_total", "generation_tokens_total", "computed_tokens_total", "recomputed_tokens_total", "preemptions_total", "block_copies_total", "finished_total", "discarded_tokens_total")

@@ -120,6 +120,9 @@ def make_request(
     tenant: str = "",
     priority: int = 0,
     resume: tuple = (),
+    queue_deadline: float | None = None,
+    first_token_deadline: float | None = None,
+    deadline: float | None = None,
     **params,
 ) -> Request:
     """``prompt`` as a length makes ids that no other request id shares."""
@@ -134,6 +137,9 @@ def make_request(
         resume=resume,
         tenant=tenant,
         priority=priority,
+        queue_deadline=queue_deadline,
+        first_token_deadline=first_token_deadline,
+        deadline=deadline,
         cache_root=root,
         block_hashes=hashing.prompt_hashes(root, prompt, BLOCK) if named else (),
     )
