@@ -13,7 +13,7 @@ from paceline.cluster.lifecycle import Life, Report, Sight, State
 
 log = logging.getLogger("paceline.controller")
 
-STARTING_PERIOD, SERVING_PERIOD = 0.25, 1.0  # seconds between looks at a replica
+STARTING_PERIOD, SERVING_PERIOD = 0.25, 2.0  # seconds between looks at a replica, and between questions to it
 
 
 class Member:

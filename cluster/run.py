@@ -74,8 +74,8 @@ async def run_controller(config: ClusterConfig, *, ready: Callable[[str], None] 
     from paceline.cluster.launch import connect  # Ray comes in here: a replica of its own does without
     from paceline.cluster.placement import RayPlacement
 
-    stop = _signalled()
     await asyncio.to_thread(connect, config)
+    stop = _signalled()  # after Ray, which takes SIGTERM for itself when it starts
     controller = Controller(config, RayPlacement(config))
     address = await controller.start()
     if ready is not None:

@@ -218,12 +218,15 @@ def _router_config(values: Values) -> Any:
 def _replica_config(values: Values) -> Any:
     from paceline.worker.threads import available
 
+    num_threads = values["num_threads"]
+    if num_threads is None and not values.get("ray_address"):  # other machines have cores of their own
+        num_threads = max(1, available() // values.get("replicas", 1))
     rank = settings.make(
         "rank",
         values,
         model=str(_resolve(values["model"])),
         served_model_name=values["served_model_name"] or _name_of(values["model"]),
-        num_threads=values["num_threads"] or max(1, available() // values.get("replicas", 1)),
+        num_threads=num_threads,
     )
     return settings.make("replica", values, rank=rank, cluster_token=values["cluster_token"])
 

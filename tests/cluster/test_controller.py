@@ -272,7 +272,7 @@ async def test_a_replica_that_is_stopped_is_noticed_and_replaced(cluster, watch)
     replicas = await watch.until(lambda set_: pb.REPLICA_STATE_DEAD in {r.state for r in set_.values()})
     (dead,) = (r for r in replicas.values() if r.state == pb.REPLICA_STATE_DEAD)
     assert dead.reason == f"silent for {SILENCE:.0f} s"
-    assert time.monotonic() - began < SILENCE + 3
+    assert time.monotonic() - began < SILENCE + 5
     await watch.until(all_ready)
     await until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE)
 

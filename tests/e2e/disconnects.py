@@ -34,7 +34,7 @@ async def disconnects(url: str, count: int) -> str:
 
 async def _queued(url: str, count: int) -> str:
     """Behind as many as there are seats. None of them may be prefilled, not even later."""
-    before = await _metrics(url)
+    before = await engine_metrics(url)
     rounds = _batches(count, 25)
     for size in rounds:
         # They grow until they take blocks from one another; half of the pool, for a long prompt, is never free.
@@ -48,20 +48,20 @@ async def _queued(url: str, count: int) -> str:
         for client in seated:
             client.close()
     await _settled(url, "queued")
-    prefilled = (await _metrics(url))["prompt_tokens_total"] - before["prompt_tokens_total"]
+    prefilled = (await engine_metrics(url))["prompt_tokens_total"] - before["prompt_tokens_total"]
     assert prefilled == 8 * SEATS * len(rounds), f"{prefilled:.0f} prompt tokens were admitted"
     return "none prefilled"
 
 
 async def _prefilling(url: str, count: int) -> str:
-    before = await _metrics(url)
+    before = await engine_metrics(url)
     for size in _batches(count, 2):
         clients = [await _Client.ask(url, prompt=_prompt(700)) for _ in range(size)]
         await asyncio.sleep(random.uniform(0.005, 0.05))
         for client in clients:
             client.close()
     await _settled(url, "prefilling")
-    after = await _metrics(url)
+    after = await engine_metrics(url)
     computed = after["computed_tokens_total"] - before["computed_tokens_total"]
     assert 0 < computed < 700 * count, "prompts were computed to their ends"
     return f"{computed / (700 * count):.0%} of their prompts computed"
@@ -78,7 +78,7 @@ async def _decoding(url: str, count: int) -> str:
 
 async def _preempted(url: str, count: int) -> str:
     """Sequences that fill the pool and grow: the last ones lose their blocks, and wait when their clients leave."""
-    before, preemptions, rounds = await _metrics(url), 0.0, 0
+    before, preemptions, rounds = await engine_metrics(url), 0.0, 0
     while preemptions < count:
         rounds += 1
         assert rounds <= count, "sequences were not preempted"
@@ -87,7 +87,7 @@ async def _preempted(url: str, count: int) -> str:
         for client in random.sample(clients, SEATS):
             client.close()
         await _settled(url, "preempted", stays=False)
-        preemptions = (await _metrics(url))["preemptions_total"] - before["preemptions_total"]
+        preemptions = (await engine_metrics(url))["preemptions_total"] - before["preemptions_total"]
     return f"{preemptions:.0f} preemptions in {rounds} rounds"
 
 
@@ -138,7 +138,7 @@ def _batches(count: int, size: int) -> list[int]:
     return [min(size, count - at) for at in range(0, count, size)]
 
 
-async def _metrics(url: str) -> dict[str, float]:
+async def engine_metrics(url: str) -> dict[str, float]:
     async with httpx.AsyncClient(timeout=20) as http:
         text = (await http.get(url + "/metrics")).text
     values: dict[str, float] = {}
@@ -154,13 +154,13 @@ async def _settled(url: str, state: str, stays: bool = True) -> None:
     deadline, seen = time.monotonic() + SETTLE, {}
     await asyncio.sleep(0.3)  # for frames that are on their way
     while time.monotonic() < deadline:
-        values = await _metrics(url)
+        values = await engine_metrics(url)
         seen = {name: values[name] for name in NAMES}
         if not any(seen.values()):
             if not stays:
                 return
             await asyncio.sleep(1.2)
-            values = await _metrics(url)
+            values = await engine_metrics(url)
             if not any(values[name] for name in NAMES):
                 return
         await asyncio.sleep(0.1)

@@ -72,12 +72,12 @@ async def test_what_a_request_did_is_counted(router):
         got = values((await http.get("/metrics")).content)
     suffixes = ("_bucket", "_sum", "_created")
     assert {name.split("{")[0] for name in got if not name.split("{")[0].endswith(suffixes)} == NAMES | ROUTER_NAMES
-    assert got['paceline_router_requests_total{code="200",route="completions"}'] == 2
+    assert got['paceline_router_requests_total{code="200",route="completions"}'] == 3
     assert got['paceline_router_requests_total{code="400",route="completions"}'] == 1
     assert got['paceline_router_tokens_total{kind="prompt"}'] == 4
     assert got['paceline_router_tokens_total{kind="cached"}'] == 32
     assert got['paceline_router_tokens_total{kind="generated"}'] == 64
-    assert got['paceline_router_ttft_seconds_count{route="completions"}'] == 2
+    assert got['paceline_router_ttft_seconds_count{route="completions"}'] == 3
     assert got['paceline_router_itl_seconds_count{route="completions"}'] > 0
 
 
