@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import typer
+import uvloop
 from rich.console import Console
 
 log = logging.getLogger("paceline")
@@ -33,7 +34,7 @@ def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None
         for line in loaded:
             log.info(line)
         router_config = msgspec.structs.replace(router_config, controller=address)
-        asyncio.run(route(router_config, cluster_config.replica.rank.served_model_name))
+        uvloop.run(route(router_config, cluster_config.replica.rank.served_model_name))
     except KeyboardInterrupt:
         log.info("interrupted")
     finally:
@@ -44,7 +45,7 @@ def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None
 
 def run(running: Coroutine[Any, Any, int]) -> None:
     """Runs to the end; its status is the process's."""
-    code = asyncio.run(running)
+    code = uvloop.run(running)
     log.info("stopped")
     if code:
         raise typer.Exit(code)
