@@ -146,7 +146,13 @@ def make_request(
 
 
 def make_scheduler(num_blocks: int = 64, *, free_ids=None, **config) -> Scheduler:
-    defaults = {"block_size": BLOCK, "max_model_len": 2048, "max_num_seqs": 16, "check": True}
+    defaults = {
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_waiting_requests": 0,
+        "check": True,
+    }
     pool = BlockPool(num_blocks, free_ids)
     return Scheduler(EngineConfig(num_blocks=num_blocks, **(defaults | config)), pool)
 
