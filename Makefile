@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 SERVE_STAMP := $(VENV)/.serve-ready
 DEV_STAMP := $(VENV)/.dev-ready
 
-.PHONY: setup setup-dev serve test lint prove proto clean
+.PHONY: setup setup-dev serve test lint prove proto proto-released clean
 
 setup: $(SERVE_STAMP)
 
@@ -61,12 +61,17 @@ lint: setup-dev $(LINKS)
 	@MYPYPATH=.lint $(BIN)/mypy -p paceline
 	@PYTHONPATH=.lint $(BIN)/lint-imports
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against proto/released.binpb
 
 prove: setup-dev
 	@$(BIN)/python -m tests.prove $(ARGS)
 
 proto: setup-dev
 	@PYTHON=../$(BIN)/python proto/generate.sh
+
+# What clients in the field were built with: `make lint` holds new messages against it. Remade at a release only.
+proto-released: setup-dev
+	@$(BIN)/buf build --exclude-source-info -o proto/released.binpb
 
 clean:
 	rm -rf $(VENV) .lint build *.egg-info

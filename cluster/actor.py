@@ -1,19 +1,28 @@
 """The Ray actor around a replica: a process, a name, and a way to be told that it died. No token passes through Ray."""
 
+import asyncio
+import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 
 from paceline.cluster.config import ReplicaConfig
+from paceline.cluster.lifecycle import Report
 from paceline.cluster.replica import ReplicaServer
+from paceline.cluster.watchdog import Watchdog
+from paceline.proto import logs
 from paceline.worker import threads
+
+LAST_WORDS = 1.5  # seconds in which routers may read how their streams end
 
 
 class Replica:
-    """Made by the controller as ``ray.remote(Replica)``. Its methods are awaited from there."""
+    """Made by the controller as ``ray.remote(Replica)``. Its methods are awaited from there, by one controller after
+    another: each may be called again."""
 
     def __init__(self, config: ReplicaConfig, replica_id: str):
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logs.configure(config.log_format, config.log_level)
         # Ray sets one thread for one CPU resource; how many a rank may use is ours to say.
         os.environ.pop("OMP_NUM_THREADS", None)
         threads.prepare(config.rank.num_threads)
@@ -23,29 +32,43 @@ class Replica:
 
     async def start(self) -> str:
         """Binds and begins to load; returns HOST:PORT. Raises StartupError."""
-        self._server = ReplicaServer(self._config, _load, self._replica_id)
+        if self._server is None:
+            self._server = ReplicaServer(self._config, load_rank, self._replica_id)
+            await self._server.start()
+            Watchdog(self._server, self._config.step_timeout).start()
         return await self._server.start()
 
-    async def ready(self) -> str:
-        """Waits for the model; returns one line that says what was loaded. Raises StartupError."""
-        assert self._server is not None
-        await self._server.ready()
-        return self._server.description
+    async def report(self) -> Report:
+        return self._server.report() if self._server else Report("starting")
 
     async def run(self) -> None:
-        """Ends when the engine is dead: the process goes with it, so that nobody takes it for alive."""
+        """Ends when the engine is dead: the process goes with it, so that nobody takes it for alive.
+
+        Raises StartupError when the model cannot be loaded.
+        """
         assert self._server is not None
+        await self._server.ready()
         await self._server.failed.wait()
         logging.getLogger("paceline.replica").error("%s: the engine is dead, the process ends", self._replica_id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._server.close(), LAST_WORDS)
         sys.stderr.flush()
         os._exit(1)
+
+    async def drain(self, seconds: float) -> int:
+        assert self._server is not None
+        return await self._server.drain(seconds)
 
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop()
 
 
-def _load(rank_config, on_phase):
+def load_rank(rank_config, on_phase):
+    """A replica's loader: runs on the engine's thread."""
     from paceline.cluster.local import load_local  # torch comes in here, on the engine's thread
 
-    return load_local(rank_config, on_phase)
+    loaded = load_local(rank_config, on_phase)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
+    return loaded

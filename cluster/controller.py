@@ -1,148 +1,220 @@
-"""The controller: starts replicas, watches them, and tells routers where they are. On the path of no token.
+"""The controller: keeps the replicas that are wanted, and tells routers where they are. On the path of no token.
 
-A replica's life is a small explicit machine; what it is named in Ray says everything that a controller needs to find
-it again. This file knows Ray and states, not engines.
+What to do follows from `lifecycle.py`; this file looks, does what was decided, and publishes. It asks a placement for
+rooms and processes (placement.py has Ray's) and knows neither Ray nor engines. Everything it needs after a restart is
+found by name: it takes over what runs, and opens its door only then, so that routers keep their last set meanwhile.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Any
 
 import grpc.aio
-import ray
+import msgspec
 
-from paceline.cluster.actor import Replica
+from paceline.cluster.address import advertised, bound
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.guard import guards
+from paceline.cluster.lifecycle import Action, Life, Rules, State, decide
+from paceline.cluster.member import Member
 from paceline.proto import cluster_pb2 as pb
+from paceline.proto import logs
 from paceline.proto.cluster_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
-from paceline.proto.errors import PacelineError, StartupError
+from paceline.proto.errors import InvalidRequest, StartupError
 
 log = logging.getLogger("paceline.controller")
 
-NAME = "controller"
-
-
-class State(StrEnum):
-    """In this order. DEAD is the end: a replacement is another member."""
-
-    PENDING = "pending"
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    DEAD = "dead"
-
-
-PB_STATE = {
-    State.PENDING: pb.REPLICA_STATE_PENDING,
-    State.STARTING: pb.REPLICA_STATE_STARTING,
-    State.LOADING: pb.REPLICA_STATE_LOADING,
-    State.READY: pb.REPLICA_STATE_READY,
-    State.DEAD: pb.REPLICA_STATE_DEAD,
-}
-
-
-@dataclass
-class Member:
-    """One replica as the controller knows it."""
-
-    replica_id: str
-    state: State = State.PENDING
-    reason: str = ""
-    address: str = ""
-    description: str = ""
-    actor: ray.actor.ActorHandle | None = field(default=None, repr=False)
+PREFIX = "replica-"
+ADOPTION = 10.0  # seconds that what runs may take to say where it is
+STOP_TIMEOUT = 3.0  # seconds that a replica has to stop by itself
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+PB_STATE = {state: getattr(pb, f"REPLICA_STATE_{state.name}") for state in State}
 
 
 class Controller:
-    """The Ray actor class: ``ray.remote(Controller)``, named and detached, one per namespace."""
+    """Made in a running event loop, it starts by itself: Ray makes a lost one again and calls nothing else."""
 
-    def __init__(self, config: ClusterConfig):
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, config: ClusterConfig, placement: Any):
+        logs.configure(config.replica.log_format, config.replica.log_level)
         self._config = config
+        self._placement = placement
+        self._rules = Rules(placement_timeout=config.placement_timeout, silence=config.replica.step_timeout)
         self._members: dict[str, Member] = {}
-        self._version = 0
+        self._version = time.time_ns() // 1000  # of the set: greater than those of a controller before
         self._changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._starting = asyncio.get_running_loop().create_task(self._start())
 
     async def start(self) -> str:
-        """Listens, and starts every replica; returns HOST:PORT of ClusterService at once."""
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        """HOST:PORT of ClusterService, once what runs was taken over. Replicas start meanwhile. Raises StartupError."""
+        return await asyncio.shield(self._starting)
+
+    async def serves(self, config: ClusterConfig) -> bool:
+        """Whether this is what it was told itself. Its port is its own."""
+        return msgspec.structs.replace(config, controller_port=self._config.controller_port) == self._config
+
+    async def _start(self) -> str:
+        for name, process in (await self._placement.find()).items():
+            log.info("%s runs already", name)
+            self._add(name).hold(process)
+        self._scale(self._config.num_replicas)
+        await self._know_what_runs()
+        config = self._config
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards(config.cluster_token))
         add_ClusterServiceServicer_to_server(_Service(self), self._server)
-        port = self._server.add_insecure_port(f"{self._config.host}:0")
+        try:
+            port = self._server.add_insecure_port(bound(config.host, config.controller_port))
+        except RuntimeError as error:
+            raise StartupError(
+                f"controller cannot listen on {config.host}:{config.controller_port}: {error}"
+            ) from error
         await self._server.start()
-        for index in range(self._config.num_replicas):
-            member = Member(f"replica-{index}")
-            self._members[member.replica_id] = member
-            self._tasks.append(asyncio.create_task(self._live(member)))
-        return f"{self._config.host}:{port}"
+        return advertised(config.host, port, config.advertise)
+
+    async def _know_what_runs(self) -> None:
+        try:
+            async with asyncio.timeout(ADOPTION), self._changed:
+                running = [member for member in self._members.values() if member.process is not None]
+                while any(member.life.state in (State.PENDING, State.STARTING) for member in running):
+                    await self._changed.wait()
+        except TimeoutError:
+            log.warning("not every replica that runs has said where it is")
 
     async def wait_ready(self) -> list[str]:
-        """Until every replica serves: what each one loaded. Raises StartupError as soon as one of them cannot."""
+        """Until every replica serves: what each one loaded. Raises StartupError if one ended before it ever did."""
         async with self._changed:
             while True:
-                for member in self._members.values():
-                    if member.state is State.DEAD:
-                        raise StartupError(member.reason)
-                if all(member.state is State.READY for member in self._members.values()):
-                    return [member.description for member in self._members.values()]
+                members = self._members.values()
+                for member in members:
+                    if member.life.state is State.DEAD and not member.was_ready:
+                        raise StartupError(member.life.reason)
+                if all(member.life.state is State.READY for member in members):
+                    return [member.report.description for member in members if member.report]
                 await self._changed.wait()
 
     async def states(self) -> dict[str, str]:
-        return {member.replica_id: member.state.value for member in self._members.values()}
+        """For people: each replica's state, and why."""
+        return {name: _told(member.life) for name, member in sorted(self._members.items())}
+
+    async def drain(self, name: str, seconds: float | None = None) -> None:
+        """Takes a replica out for good, without failing a request; returns when it is gone. Raises InvalidRequest."""
+        if name not in self._members:
+            raise InvalidRequest(f"there is no replica {name!r}")
+        self._leave(self._members[name], self._config.replica.drain_seconds if seconds is None else seconds)
+        async with self._changed:
+            while name in self._members:
+                await self._changed.wait()
 
     async def stop(self) -> None:
         """Ends the replicas, each by itself where it can, then the service."""
-        for task in self._tasks:
+        await self.leave()
+        await asyncio.gather(*map(self._end, self._members.values()))
+
+    async def leave(self) -> None:
+        """Ends the service only: replicas go on, and a later controller takes them over."""
+        tasks = [self._starting, *self._keepers.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*(self._end(member) for member in self._members.values()))
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace=0.2)
 
-    # -- one replica's life ----------------------------------------------------------------------------------------
+    # -- which replicas there are ------------------------------------------------------------------------------------
 
-    async def _live(self, member: Member) -> None:
-        config = self._config
+    def _scale(self, num_replicas: int) -> None:
+        """Names are numbered: the lowest are wanted, the others leave."""
+        wanted = [f"{PREFIX}{index}" for index in range(num_replicas)]
+        for name in wanted:
+            if name not in self._members:
+                self._add(name)
+        for name, member in self._members.items():
+            if name not in wanted:
+                self._leave(member, self._config.replica.drain_seconds)
+
+    def _add(self, name: str) -> Member:
+        member = self._members[name] = Member(name, time.monotonic())
+        self._keepers[name] = asyncio.create_task(self._keep(member))
+        return member
+
+    def _leave(self, member: Member, seconds: float) -> None:
+        member.leaving, member.drain_seconds = True, seconds
+        member.wake.set()
+
+    # -- one replica's life ------------------------------------------------------------------------------------------
+
+    async def _keep(self, member: Member) -> None:
+        """Look, decide, do, until it is wanted no more."""
+        while True:
+            life, action = decide(member.life, member.sight(), time.monotonic(), self._rules)
+            if life != member.life:
+                await self._publish(member, life)
+            try:
+                await self._act(member, action)
+            except (
+                Exception
+            ) as error:  # Ray's head is away, or a name is not free yet: what is not done is decided again
+                log.warning("%s: cannot %s: %s", member.name, action, error)
+            if action is Action.FORGET:
+                break
+            await member.rest()
+        async with self._changed:
+            del self._members[member.name], self._keepers[member.name]
+            self._tell()
+
+    async def _act(self, member: Member, action: Action | None) -> None:
+        match action:
+            case Action.PLACE:
+                shortage = await self._placement.reserve(member.name)
+                member.placed, member.shortage = shortage is None, shortage or ""
+                if member.placed:
+                    member.wake.set()
+            case Action.CREATE:
+                member.hold(await self._placement.create(member.name))
+            case Action.DRAIN:
+                member.tasks.append(asyncio.create_task(self._drain(member)))
+            case Action.END:
+                if process := member.let_go():
+                    await process.kill()
+            case Action.FORGET:
+                await self._placement.release(member.name)
+
+    async def _drain(self, member: Member) -> None:
         try:
-            await self._move(member, State.STARTING)
-            member.actor = (
-                ray.remote(Replica)
-                .options(
-                    name=member.replica_id,
-                    namespace=config.namespace,
-                    num_cpus=config.num_cpus_per_replica,
-                    max_restarts=0,
-                )
-                .remote(config.replica, member.replica_id)
-            )
-            member.address = await member.actor.start.remote()
-            await self._move(member, State.LOADING)
-            member.description = await member.actor.ready.remote()
-            await self._move(member, State.READY)
-            await member.actor.run.remote()
+            num_ended = await member.process.drain(member.drain_seconds)
         except Exception as error:
-            await self._move(member, State.DEAD, _reason(error))
-            if member.actor is not None:  # one that cannot serve must not keep its memory
-                ray.kill(member.actor, no_restart=True)
+            log.warning("%s did not drain: %s", member.name, error)
+            return
+        log.info("%s: drained, %d choices were ended", member.name, num_ended)
+        member.wake.set()
 
     async def _end(self, member: Member) -> None:
-        if member.actor is None:
-            return
-        try:
-            if member.state in (State.LOADING, State.READY):
-                await asyncio.wait_for(_awaited(member.actor.stop.remote()), 3)
-        except Exception as error:
-            log.warning("%s did not stop by itself: %s", member.replica_id, _reason(error))
-        ray.kill(member.actor, no_restart=True)
+        if process := member.let_go():
+            try:
+                await asyncio.wait_for(process.stop(), STOP_TIMEOUT)
+            except Exception as error:
+                log.warning("%s did not stop by itself: %s", member.name, error or type(error).__name__)
+            await process.kill()
+        await self._placement.release(member.name)
 
-    async def _move(self, member: Member, state: State, reason: str = "") -> None:
-        log.info("%s: %s%s", member.replica_id, state.value, f" ({reason})" if reason else "")
+    async def _publish(self, member: Member, life: Life) -> None:
+        log.info("%s: %s", member.name, _told(life))
         async with self._changed:
-            member.state, member.reason = state, reason
-            self._version += 1
-            self._changed.notify_all()
+            member.live(life)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+    # -- the set -----------------------------------------------------------------------------------------------------
 
     async def snapshots(self) -> AsyncIterator[pb.WatchReplicasResponse]:
         """The whole set, now and after each change."""
@@ -152,11 +224,8 @@ class Controller:
                 while self._version == seen:
                     await self._changed.wait()
                 seen = self._version
-                members = [
-                    pb.Replica(replica_id=m.replica_id, address=m.address, state=PB_STATE[m.state], reason=m.reason)
-                    for m in self._members.values()
-                ]
-            yield pb.WatchReplicasResponse(version=seen, replicas=members)
+                replicas = [_message(member) for _, member in sorted(self._members.items())]
+            yield pb.WatchReplicasResponse(version=seen, replicas=replicas)
 
 
 class _Service(ClusterServiceServicer):
@@ -170,18 +239,16 @@ class _Service(ClusterServiceServicer):
             yield snapshot
 
 
-async def _awaited(ref):
-    return await ref
+def _message(member: Member) -> pb.Replica:
+    life = member.life
+    return pb.Replica(
+        replica_id=member.name,
+        address=member.report.address if member.report else "",
+        state=PB_STATE[life.state],
+        reason=life.reason,
+        since_unix=member.since_unix,
+    )
 
 
-def _reason(error: BaseException) -> str:
-    """One sentence out of what Ray wraps an actor's exception into."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, PacelineError):
-        return cause.message
-    text = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {text[0] if text else 'no reason given'}"
-
-
-def controller_options(config: ClusterConfig) -> dict:
-    return {"name": NAME, "namespace": config.namespace, "lifetime": "detached", "num_cpus": 0, "get_if_exists": True}
+def _told(life: Life) -> str:
+    return f"{life.state.value} ({life.reason})" if life.reason else life.state.value

@@ -1,15 +1,16 @@
 """Hosts an engine on a thread of its own, for an event loop: requests go in, rows for each caller's outbox come out.
 
 Requests get ids of the host's own (two routers may use the same one); each delta finds its way back through the route
-of its request. Knows no sockets, no ray and no torch. But for `_run` and what is marked, all of it belongs to the loop.
+of its request (routes.py). Knows no sockets, no ray and no torch. But for `_run` and what is marked, all of it belongs
+to the loop.
 """
 
 import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,44 +18,26 @@ from paceline.cluster.config import ReplicaConfig
 from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.engine import Engine
 from paceline.cluster.engine.scheduler import Scheduler
-from paceline.cluster.outbox import Outbox
+from paceline.cluster.routes import Caller, Reply, Route, Routes
 from paceline.proto.errors import InvalidRequest, NoReplica, PacelineError, StartupError
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.model import ModelCard
-from paceline.proto.request import FINISH_ERROR, Request, TokenDelta
+from paceline.proto.request import Request, TokenDelta
 
 log = logging.getLogger("paceline.replica")
 
+NOTICE = 0.5  # seconds in which callers hear that it drains; what was on its way is still taken
+LAST_BEFORE_WARM_UP = "card"  # phase of a rank's start
+END_TIMEOUT = 5.0  # seconds that the engine may take to end what a drain leaves
 STOP_TIMEOUT = 10.0  # seconds that a step, or a load, may still take when the host is stopped
 
 # load(rank config, on_phase) -> (executor, card, number of blocks, one line on them); runs on the engine's thread
 Loader = Callable[..., tuple]
-Reply = Callable[[PacelineError | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class Caller:
-    """Who asks: a router's stream, or a single call. What runs for it ends with it."""
-
-    name: str  # attempts of a request are fenced among callers of one name
-    outbox: Outbox = field(default_factory=Outbox)
-    engine_ids: dict[int, str] = field(default_factory=dict)  # of what runs, by the caller's handle
-
-
-@dataclass(slots=True, eq=False)
-class Route:
-    """Where the news of one request goes."""
-
-    caller: Caller
-    handle: int
-    request_id: str  # the caller's
-    attempt: int
-    num_open: int  # choices that have not ended
-    reply: Reply | None  # not called yet
 
 
 class EngineHost:
-    """``state`` is starting, loading, ready, stopping or dead; ``failed`` is set when a loaded engine has died.
+    """``state`` is starting, loading, warming, ready, draining, drained, stopping or dead; ``failed`` is set when a
+    loaded engine has died.
 
     ``load`` makes the executor on the engine's thread, so that one thread only ever touches the device.
     """
@@ -72,8 +55,8 @@ class EngineHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[ModelCard] | None = None
         self._ended = asyncio.Event()  # the thread has nothing more to say
-        self._routes: dict[str, Route] = {}  # by engine id
-        self._newest: dict[tuple[str, str], str] = {}  # (caller's name, request id) -> engine id of the latest attempt
+        self._refusing = False  # it drains, and callers have had time to hear it
+        self._routes = Routes()
         self._callers: set[Caller] = set()
         self._ids = itertools.count(1)
 
@@ -106,6 +89,34 @@ class EngineHost:
         except TimeoutError:
             log.warning("%s: the engine's thread is still busy; it ends with the process", self.name)
 
+    async def drain(self, seconds: float) -> int:
+        """Refuses what is new, lets what runs go on for so long, ends the rest: how many choices that were."""
+        if self.state not in ("ready", "draining"):
+            return 0
+        if self.state == "ready":
+            self.state = "draining"
+            self.beat()
+        if not self._refusing:
+            await asyncio.sleep(NOTICE)
+        self._refusing = True
+        num_ended = 0
+        if not await self._routes.emptied(seconds) and self._engine is not None:
+            num_ended = self._routes.num_open
+            for engine_id in self._routes:
+                self._engine.lose(engine_id, f"replica {self.name} was drained for {seconds:.0f} s")
+            await self._routes.emptied(END_TIMEOUT)
+        if self.state == "draining":
+            self.state = "drained"
+        return num_ended
+
+    def fail(self, reason: str) -> None:
+        """Gives the engine up: it does not get on. Its thread may be stuck, so that nothing is asked of it."""
+        if self.state != "dead":
+            log.error("%s: %s", self.name, reason)
+            self.state = "dead"
+            self._close_all()
+            self.failed.set()
+
     def _run(self) -> None:
         """The engine's thread: load, then the loop."""
         error: BaseException | None = None
@@ -137,11 +148,14 @@ class EngineHost:
             else:
                 log.error("%s: %s", self.name, error, exc_info=None if isinstance(error, PacelineError) else error)
                 self._settle_load(_startup_error(error))
-        for engine_id in list(self._routes):
-            self._answer(engine_id, NoReplica(f"replica {self.name} is {self.state}"))
+        self._close_all()
+        self._ended.set()
+
+    def _close_all(self) -> None:
+        for engine_id in self._routes:
+            self._routes.answer(engine_id, NoReplica(f"replica {self.name} is {self.state}"))
         for caller in self._callers:
             caller.outbox.end()
-        self._ended.set()
 
     def _settle_load(self, error: StartupError) -> None:
         assert self._loaded is not None
@@ -151,6 +165,12 @@ class EngineHost:
 
     def _on_phase(self, phase: str, seconds: float) -> None:
         log.info("%s: %s took %.2f s", self.name, phase, seconds)
+        if phase == LAST_BEFORE_WARM_UP:
+            self._call_soon(self._set_warming)
+
+    def _set_warming(self) -> None:
+        if self.state == "loading":
+            self.state = "warming"
 
     def _call_soon(self, function: Callable, *args) -> None:
         """From the engine's thread into the loop, in order."""
@@ -166,6 +186,26 @@ class EngineHost:
     def load(self) -> ReplicaLoad:
         return self._engine.load if self._engine else ReplicaLoad()
 
+    @property
+    def limits(self) -> EngineConfig | None:
+        """What the engine was given, once there is one."""
+        return self._engine.scheduler.config if self._engine else None
+
+    @property
+    def got_on_at(self) -> float | None:
+        """When the engine last got on, of the monotonic clock; None while it has no work. For any thread."""
+        return self._engine.got_on_at if self._engine else None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Since then. For any thread."""
+        got_on_at = self.got_on_at
+        return 0.0 if got_on_at is None else time.monotonic() - got_on_at
+
+    @property
+    def draining(self) -> bool:
+        return self.state in ("draining", "drained")
+
     def open(self, name: str) -> Caller:
         caller = Caller(name)
         self._callers.add(caller)
@@ -179,7 +219,7 @@ class EngineHost:
 
     def beat(self) -> None:
         for caller in self._callers:
-            caller.outbox.heartbeat(self.load)
+            caller.outbox.heartbeat(self.load, self.draining)
 
     def _beat_if_idle(self, load: ReplicaLoad) -> None:
         """On the engine's thread: that it fell idle is news; while busy the heartbeat of each second will do."""
@@ -191,27 +231,25 @@ class EngineHost:
     def submit(self, caller: Caller, handle: int, request: Request, reply: Reply) -> None:
         """Queues a request. ``reply`` is called once, with None when the engine has taken it, before any of its deltas
         is in the outbox; a request that is cancelled before gets none."""
-        if self._engine is None or self.state != "ready":
+        if self._engine is None or self._refusing or self.state not in ("ready", "draining"):
             return reply(NoReplica(f"replica {self.name} is {self.state}", retry_after=1.0))
-        newest = (caller.name, request.request_id)
-        if older := self._newest.get(newest):
-            if self._routes[older].attempt >= request.attempt:
+        if older := self._routes.newest(caller, request.request_id):
+            if self._routes.get(older).attempt >= request.attempt:
                 return reply(InvalidRequest(f"request {request.request_id} is already running here", "request_id"))
             self._engine.abort(older)  # overtaken: its endings say so
         engine_id = f"{request.request_id}#{next(self._ids)}"
-        self._newest[newest] = engine_id
-        self._routes[engine_id] = Route(caller, handle, request.request_id, request.attempt, request.params.n, reply)
-        caller.engine_ids[handle] = engine_id
+        route = Route(caller, handle, request.request_id, request.attempt, request.params.n, reply)
+        self._routes.add(engine_id, route)
         self._engine.submit(
             msgspec.structs.replace(request, request_id=engine_id),
-            lambda error: self._call_soon(self._answer, engine_id, error),
+            lambda error: self._call_soon(self._routes.answer, engine_id, error),
         )
 
     def cancel(self, caller: Caller, handle: int) -> None:
         """Ends a request; nothing more is sent for it. Unknown handles are fine: it may just have ended."""
         engine_id = caller.engine_ids.get(handle)
         if engine_id is not None and self._engine is not None:
-            self._drop(engine_id)
+            self._routes.drop(engine_id)
             self._engine.abort(engine_id)
 
     def finish(self, caller: Caller, handle: int, choice: int, num_ids: int) -> None:
@@ -222,46 +260,14 @@ class EngineHost:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request for an operator, whoever sent it; its callers are told by the endings of its choices."""
-        engine_ids = [engine_id for engine_id, route in self._routes.items() if route.request_id == request_id]
+        engine_ids = self._routes.of_request(request_id)
         for engine_id in engine_ids:
             self._engine.abort(engine_id)  # type: ignore[union-attr]  # routes exist only with an engine
         return bool(engine_ids)
 
-    def _answer(self, engine_id: str, error: PacelineError | None) -> None:
-        route = self._routes.get(engine_id)
-        if route is None or route.reply is None:  # cancelled meanwhile, or answered
-            return
-        reply, route.reply = route.reply, None
-        if error is not None:
-            self._drop(engine_id)
-        reply(error)
-
-    def _drop(self, engine_id: str) -> None:
-        route = self._routes.pop(engine_id)
-        del route.caller.engine_ids[route.handle]
-        newest = (route.caller.name, route.request_id)
-        if self._newest.get(newest) == engine_id:
-            del self._newest[newest]
-
     def _publish(self, deltas: list[TokenDelta]) -> None:
         """On the engine's thread: one call into the loop per step."""
-        self._call_soon(self._deliver, deltas)
-
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
-        rows: dict[Caller, list[tuple[int, TokenDelta]]] = {}
-        for delta in deltas:
-            route = self._routes.get(delta.request_id)
-            if route is None:  # cancelled meanwhile
-                continue
-            rows.setdefault(route.caller, []).append((route.handle, delta))
-            if delta.finish_reason is not None:
-                route.num_open -= 1
-                if delta.finish_reason == FINISH_ERROR:
-                    log.error("%s choice %d: %s", route.request_id, delta.choice, delta.error)
-                if not route.num_open:
-                    self._drop(delta.request_id)
-        for caller, its_rows in rows.items():
-            caller.outbox.deltas(its_rows)
+        self._call_soon(self._routes.deliver, deltas)
 
 
 def _engine_config(config: ReplicaConfig, card: ModelCard, num_blocks: int) -> EngineConfig:
@@ -274,6 +280,8 @@ def _engine_config(config: ReplicaConfig, card: ModelCard, num_blocks: int) -> E
         max_num_batched_tokens=config.rank.max_num_batched_tokens,
         long_prefill_tokens=config.long_prefill_tokens,
         max_partial_prefills=config.max_partial_prefills,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         depth=config.depth,

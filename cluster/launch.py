@@ -8,14 +8,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import ray
 
+from paceline.cluster.address import free_port
 from paceline.cluster.config import ClusterConfig
-from paceline.cluster.controller import Controller, controller_options
+from paceline.cluster.controller import Controller
+from paceline.cluster.placement import RayPlacement
 from paceline.proto.errors import PacelineError, StartupError
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB; no tensor ever goes through it
 POLL = 0.2  # seconds
+NAME = "controller"
 
 
 class Cluster:
@@ -27,11 +31,16 @@ class Cluster:
 
     def start(self, on_states: Callable[[dict[str, str]], None] = lambda states: None) -> tuple[str, list[str]]:
         """Also returns what each replica loaded. Raises StartupError with the reason of the first that cannot."""
-        _connect(self._config)
-        controller = ray.remote(Controller).options(**controller_options(self._config)).remote(self._config)
-        self._controller = controller
+        connect(self._config)
+        self._controller = controller = _launch(self._config)
         try:
             address = ray.get(controller.start.remote())
+            if not ray.get(controller.serves.remote(self._config)):
+                self._controller = None  # another's, and not ours to stop
+                raise StartupError(
+                    f"namespace {self._config.namespace!r} of this Ray has a controller with another configuration or "
+                    "cluster token: use another namespace, or start with the same"
+                )
             ready = controller.wait_ready.remote()
             while not ray.wait([ready], timeout=POLL)[0]:
                 on_states(ray.get(controller.states.remote()))
@@ -42,19 +51,26 @@ class Cluster:
         except ray.exceptions.RayActorError as error:
             raise StartupError(f"the controller died: {error}") from None
 
+    def drain(self, replica_id: str, seconds: float | None = None) -> None:
+        """Takes one replica out; returns when it is gone. Raises InvalidRequest for a name that is not there."""
+        try:
+            ray.get(self._controller.drain.remote(replica_id, seconds))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, PacelineError) else error from None
+
     def stop(self) -> None:
         if not ray.is_initialized():
             return
         if self._controller is not None:
             try:
-                ray.get(self._controller.stop.remote(), timeout=5)
+                ray.get(self._controller.stop.remote(), timeout=8)
             except (ray.exceptions.RayError, TimeoutError):
                 logging.getLogger("paceline").warning("the controller did not stop by itself")
             ray.kill(self._controller, no_restart=True)
         ray.shutdown()
 
 
-def _connect(config: ClusterConfig) -> None:
+def connect(config: ClusterConfig) -> None:
     """A given address is joined. Otherwise a local cluster is started: no dashboard, a small object store."""
     options = {"namespace": config.namespace, "logging_level": logging.ERROR, "log_to_driver": False}
     try:
@@ -70,3 +86,19 @@ def _connect(config: ClusterConfig) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise StartupError(f"Ray at {config.ray_address or 'this machine'} cannot be had: {error}") from error
+
+
+def _launch(config: ClusterConfig) -> Any:
+    """The controller as an actor that Ray makes again when it dies. It comes back on the port that it is given here:
+    routers know no other."""
+    port = config.controller_port or free_port(config.host)
+    config = msgspec.structs.replace(config, controller_port=port)
+    actor = ray.remote(Controller).options(
+        name=NAME,
+        namespace=config.namespace,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        get_if_exists=True,
+    )
+    return actor.remote(config, RayPlacement(config))

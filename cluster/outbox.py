@@ -25,7 +25,7 @@ class Outbox:
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
         self._control: deque[AttachResponse] = deque()  # goes first: Accepted stands before the deltas it announces
-        self._load: ReplicaLoad | None = None  # goes second: it is small, and a backlog must not hide it
+        self._beat: Heartbeat | None = None  # goes second: it is small, and a backlog must not hide it
         self._deltas: list[tuple[int, TokenDelta]] = []
         self._num_bytes = 0
         self._max_bytes = MAX_PENDING_BYTES
@@ -48,9 +48,9 @@ class Outbox:
             self.overflowed.set()
         self._wake.set()
 
-    def heartbeat(self, load: ReplicaLoad) -> None:
-        """Only the newest load is worth sending."""
-        self._load = load
+    def heartbeat(self, load: ReplicaLoad, draining: bool = False) -> None:
+        """Only the newest one is worth sending."""
+        self._beat = Heartbeat(load=codec.load_message(load), draining=draining)
         self._wake.set()
 
     def end(self) -> None:
@@ -62,9 +62,9 @@ class Outbox:
         while not self.overflowed.is_set():
             if self._control:
                 return self._control.popleft()
-            if self._load is not None:
-                load, self._load = self._load, None
-                return AttachResponse(heartbeat=Heartbeat(load=codec.load_message(load)))
+            if self._beat is not None:
+                beat, self._beat = self._beat, None
+                return AttachResponse(heartbeat=beat)
             if self._deltas:
                 rows, self._deltas, self._num_bytes = self._deltas, [], 0
                 return AttachResponse(deltas=codec.deltas_frame(rows))

@@ -1,32 +1,31 @@
-"""One replica: a gRPC door in front of an engine. Knows frames and statuses; no ray, no torch, no scheduling.
+"""One replica: an engine (host.py), its gRPC door (service.py) and how it is (health.py). No ray, no torch.
 
-Who asked for what, and the engine's thread, are host.py's; what waits to be written is outbox.py's.
+Whoever owns its process may set a watchdog.py on it.
 """
 
 import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Callable
 
 import grpc.aio
-import msgspec
 
+from paceline.cluster.address import advertised, bound
 from paceline.cluster.config import ReplicaConfig
-from paceline.cluster.host import Caller, EngineHost, Loader
-from paceline.cluster.outbox import Outbox
-from paceline.proto import codec, hashing
-from paceline.proto import replica_pb2 as pb
-from paceline.proto.errors import InvalidRequest, Overloaded, PacelineError, StartupError
+from paceline.cluster.guard import guards
+from paceline.cluster.health import HealthServer, Vitals
+from paceline.cluster.host import EngineHost, Loader
+from paceline.cluster.lifecycle import Report
+from paceline.cluster.service import ReplicaService
+from paceline.proto.errors import StartupError
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.model import ModelCard
-from paceline.proto.replica_pb2_grpc import ReplicaServiceServicer, add_ReplicaServiceServicer_to_server
-from paceline.proto.request import Request
+from paceline.proto.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 log = logging.getLogger("paceline.replica")
 
-PROTOCOL = 1
-HEARTBEAT = 1.0  # seconds
+SLOW_SHARE = 0.5  # of the step timeout, after which a step without end counts as no progress
 STOP_GRACE = 1.0  # seconds in which routers may read how their requests ended
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", 256 << 20),
@@ -40,7 +39,8 @@ SERVER_OPTIONS = (
 
 
 class ReplicaServer:
-    """``start`` binds the port and begins to load; ``ready`` waits for the model; ``stop`` ends everything."""
+    """``start`` binds the port and begins to load; ``ready`` waits for the model; ``drain`` finishes what runs;
+    ``stop`` ends everything. ``address`` is HOST:PORT for routers."""
 
     def __init__(self, config: ReplicaConfig, load: Loader, replica_id: str = ""):
         self.replica_id = replica_id or f"replica-{secrets.token_hex(4)}"
@@ -48,30 +48,82 @@ class ReplicaServer:
         self._config = config
         self._host = EngineHost(config, load, self.replica_id)
         self._server: grpc.aio.Server | None = None
+        self._health: HealthServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.address = ""
 
     async def start(self) -> str:
-        """Returns HOST:PORT. Raises StartupError when it cannot be bound."""
+        """Returns the address; again, if it was called before. Raises StartupError when a port cannot be bound."""
+        if self.address:
+            return self.address
         sys.setswitchinterval(0.0005)  # a thread that never yields would hold up the engine for 5 ms each time
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_ReplicaServiceServicer_to_server(_Service(self, self._host), self._server)
-        host = self._config.host
+        config = self._config
+        self._loop = asyncio.get_running_loop()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards(config.cluster_token))
+        add_ReplicaServiceServicer_to_server(ReplicaService(self._host, self.incarnation), self._server)
         try:
-            port = self._server.add_insecure_port(f"{host}:{self._config.port}")
+            port = self._server.add_insecure_port(bound(config.host, config.port))
         except RuntimeError as error:
-            raise StartupError(f"replica cannot listen on {host}:{self._config.port}: {error}") from error
+            raise StartupError(f"replica cannot listen on {config.host}:{config.port}: {error}") from error
+        if config.health_port is not None:
+            self._health = HealthServer(self.vitals, config.host, config.health_port)
+            self._health.start()
+            log.info("%s: health at http://%s/health/live", self.replica_id, bound(config.host, self._health.port))
+        self.address = advertised(config.host, port, config.advertise)
         await self._server.start()
         self._host.start()
-        return f"{host}:{port}"
+        return self.address
 
     async def ready(self) -> ModelCard:
         """Waits until the model is loaded. Raises StartupError."""
         return await self._host.ready()
 
+    async def drain(self, seconds: float) -> int:
+        """Refuses what is new, lets what runs go on for so long, ends the rest: how many choices that were."""
+        return await self._host.drain(seconds)
+
     async def stop(self) -> None:
         """Ends open requests with an error, then the door."""
         await self._host.stop()
+        await self.close()
+
+    async def close(self) -> None:
+        """The door only: routers have a moment to read how their requests ended."""
         if self._server is not None:
             await self._server.stop(STOP_GRACE)
+        if self._health is not None:
+            self._health.stop()
+
+    # -- how it is; for any thread ---------------------------------------------------------------------------------
+
+    def vitals(self) -> Vitals:
+        host, timeout = self._host, self._config.step_timeout
+        stalled = host.stalled_seconds
+        return Vitals(
+            live=host.state != "dead" and stalled < timeout,
+            ready=host.state == "ready",
+            progress=host.state != "dead" and stalled < timeout * SLOW_SHARE,
+            state=host.state,
+            stalled_seconds=stalled,
+        )
+
+    def got_on_at(self) -> float | None:
+        return self._host.got_on_at
+
+    def give_up(self, reason: str) -> None:
+        self.call_soon(lambda: self._host.fail(reason))
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop is closed: the process is about to end anyway
+            log.debug("%s: the event loop is gone", self.replica_id)
+
+    # -- for its process -------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        return Report(self._host.state, self.address, self.incarnation, self._host.description)
 
     @property
     def state(self) -> str:
@@ -83,6 +135,10 @@ class ReplicaServer:
         return self._host.description
 
     @property
+    def health_port(self) -> int | None:
+        return self._health.port if self._health else None
+
+    @property
     def load(self) -> ReplicaLoad:
         return self._host.load
 
@@ -90,166 +146,3 @@ class ReplicaServer:
     def failed(self) -> asyncio.Event:
         """Set when the engine is dead: the process should end."""
         return self._host.failed
-
-
-class _Service(ReplicaServiceServicer):
-    """The wire: frames to calls of the host and back."""
-
-    def __init__(self, replica: ReplicaServer, host: EngineHost):
-        self._replica = replica
-        self._host = host
-
-    async def Attach(self, frames: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext) -> None:
-        replica, card = self._replica, self._host.card
-        if card is None or self._host.state != "ready":
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"replica {replica.replica_id} is {self._host.state}")
-            return
-        first = await anext(aiter(frames), None)
-        if first is None or first.WhichOneof("frame") != "hello" or not first.hello.router_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first frame must be a hello that names a router")
-            return
-        if mismatch := _mismatch(first.hello, card):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, mismatch)
-        router_id = first.hello.router_id
-        log.info("%s: router %s attached", replica.replica_id, router_id)
-        caller = self._host.open(router_id)
-        welcome = pb.Welcome(
-            replica_id=replica.replica_id,
-            incarnation=replica.incarnation,
-            protocol=PROTOCOL,
-            fingerprint=card.fingerprint,
-        )
-        caller.outbox.control(pb.AttachResponse(welcome=welcome))
-        await self._serve(
-            caller,
-            context,
-            self._read(frames, caller),
-            self._beat(caller.outbox),
-            _write(caller.outbox, context),
-        )
-        log.info("%s: router %s left", replica.replica_id, router_id)
-
-    async def _serve(self, caller: Caller, context: grpc.aio.ServicerContext, *work: Coroutine) -> None:
-        """Until a part of the work ends, or the caller is too far behind; then what runs for the caller is aborted.
-
-        A write may be stuck because nobody reads: the status then waits in gRPC for the reader, and only the status.
-        """
-        fell_behind = asyncio.create_task(caller.outbox.overflowed.wait())
-        tasks = [fell_behind, *map(asyncio.create_task, work)]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._host.close(caller)
-        try:
-            if fell_behind in done:
-                raise Overloaded(f"{caller.name} does not read what it asked for")
-            for task in done:
-                task.result()
-        except PacelineError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
-
-    async def _read(self, frames: AsyncIterator[pb.AttachRequest], caller: Caller) -> None:
-        """Until the router closes its side. Raises InvalidRequest for what no router of ours sends."""
-        async for frame in frames:
-            kind = frame.WhichOneof("frame")
-            if kind == "submit":
-                self._submit(frame.submit, caller)
-            elif kind == "cancel":
-                self._host.cancel(caller, frame.cancel.handle)
-            elif kind == "finish":
-                self._host.finish(caller, frame.finish.handle, frame.finish.choice, frame.finish.num_ids)
-            else:
-                raise InvalidRequest(f"a frame of kind {kind} has no place here")
-
-    def _submit(self, submission: pb.Submission, caller: Caller) -> None:
-        handle, outbox = submission.handle, caller.outbox
-        if handle in caller.engine_ids:
-            raise InvalidRequest(f"handle {handle} is in use", "handle")
-
-        def reply(error: PacelineError | None) -> None:
-            if error is None:
-                outbox.control(pb.AttachResponse(accepted=pb.Accepted(handle=handle)))
-            else:
-                outbox.control(pb.AttachResponse(rejected=pb.Rejected(handle=handle, error=codec.error_message(error))))
-
-        self._host.submit(caller, handle, codec.request_of(submission), reply)
-
-    async def _beat(self, outbox: Outbox) -> None:
-        while True:
-            outbox.heartbeat(self._host.load)
-            await asyncio.sleep(HEARTBEAT)
-
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        caller = self._host.open("generate")
-        await self._serve(caller, context, self._generate(codec.request_of(request.submission), caller, context))
-
-    async def _generate(self, request: Request, caller: Caller, context: grpc.aio.ServicerContext) -> None:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def reply(error: PacelineError | None) -> None:
-            if error is None:
-                answer.set_result(None)
-            else:
-                answer.set_exception(error)
-
-        if self._host.card is not None:
-            request = _admitted(request, self._host.card)
-        self._host.submit(caller, 1, request, reply)
-        await answer
-        num_open = request.params.n
-        while num_open and (frame := await caller.outbox.take()):
-            if frame.WhichOneof("frame") == "deltas":
-                num_open -= len(frame.deltas.endings)
-                await context.write(pb.GenerateResponse(deltas=frame.deltas))
-
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(num_known=sum(map(self._host.abort, request.request_ids)))
-
-    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
-        card = self._host.card
-        if card is None:
-            message = f"replica {self._replica.replica_id} is {self._host.state}"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
-            raise AssertionError("abort raises")
-        return pb.GetModelResponse(card_json=codec.card_to_json(card))
-
-    async def GetState(self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext) -> pb.GetStateResponse:
-        return pb.GetStateResponse(
-            replica_id=self._replica.replica_id,
-            incarnation=self._replica.incarnation,
-            state=self._host.state,
-            load=codec.load_message(self._host.load),
-        )
-
-
-async def _write(outbox: Outbox, context: grpc.aio.ServicerContext) -> None:
-    while (frame := await outbox.take()) is not None:
-        await context.write(frame)
-
-
-def _mismatch(hello: pb.Hello, card: ModelCard) -> str | None:
-    """Why this router and this replica cannot work together."""
-    if hello.protocol != PROTOCOL:
-        return f"protocol {hello.protocol} is not {PROTOCOL}: run router and replica of one release"
-    if hello.fingerprint not in ("", card.fingerprint):
-        return f"this replica serves {card.fingerprint}, not {hello.fingerprint}"
-    return None
-
-
-def _admitted(request: Request, card: ModelCard) -> Request:
-    """What a router does for a request: checks what would harm others, an id, and names for the prompt's blocks."""
-    if max((*request.prompt_ids, *request.params.logit_bias), default=0) >= card.vocab_size:
-        raise InvalidRequest(f"ids must be below {card.vocab_size}, the size of the vocabulary", "prompt_ids")
-    if request.params.max_tokens == 0:
-        raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
-    if request.resume:
-        raise InvalidRequest("only a router resumes a request", "resume")
-    if not request.request_id:
-        request = msgspec.structs.replace(request, request_id=f"generate-{secrets.token_hex(8)}")
-    if request.cache_root:
-        return request
-    root = hashing.root_of(card)
-    hashes = hashing.prompt_hashes(root, request.prompt_ids, card.block_size)
-    return msgspec.structs.replace(request, cache_root=root, block_hashes=hashes)

@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/proto/cluster.proto\x12\x13paceline.cluster.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"X\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12.\n\x08replicas\x18\x02 \x03(\x0b\x32\x1c.paceline.cluster.v1.Replica\"p\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.paceline.cluster.v1.ReplicaState\x12\x0e\n\x06reason\x18\x04 \x01(\t*\xe7\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_PENDING\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x03\x12\x19\n\x15REPLICA_STATE_WARMING\x10\x04\x12\x17\n\x13REPLICA_STATE_READY\x10\x05\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x06\x12\x16\n\x12REPLICA_STATE_DEAD\x10\x07\x32z\n\x0e\x43lusterService\x12h\n\rWatchReplicas\x12).paceline.cluster.v1.WatchReplicasRequest\x1a*.paceline.cluster.v1.WatchReplicasResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/proto/cluster.proto\x12\x13paceline.cluster.v1\")\n\x14WatchReplicasRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"X\n\x15WatchReplicasResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12.\n\x08replicas\x18\x02 \x03(\x0b\x32\x1c.paceline.cluster.v1.Replica\"\x84\x01\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.paceline.cluster.v1.ReplicaState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nsince_unix\x18\x05 \x01(\x01*\xe7\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_PENDING\x10\x01\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x02\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x03\x12\x19\n\x15REPLICA_STATE_WARMING\x10\x04\x12\x17\n\x13REPLICA_STATE_READY\x10\x05\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x06\x12\x16\n\x12REPLICA_STATE_DEAD\x10\x07\x32z\n\x0e\x43lusterService\x12h\n\rWatchReplicas\x12).paceline.cluster.v1.WatchReplicasRequest\x1a*.paceline.cluster.v1.WatchReplicasResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.proto.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=301
-  _globals['_REPLICASTATE']._serialized_end=532
+  _globals['_REPLICASTATE']._serialized_start=322
+  _globals['_REPLICASTATE']._serialized_end=553
   _globals['_WATCHREPLICASREQUEST']._serialized_start=53
   _globals['_WATCHREPLICASREQUEST']._serialized_end=94
   _globals['_WATCHREPLICASRESPONSE']._serialized_start=96
   _globals['_WATCHREPLICASRESPONSE']._serialized_end=184
-  _globals['_REPLICA']._serialized_start=186
-  _globals['_REPLICA']._serialized_end=298
-  _globals['_CLUSTERSERVICE']._serialized_start=534
-  _globals['_CLUSTERSERVICE']._serialized_end=656
+  _globals['_REPLICA']._serialized_start=187
+  _globals['_REPLICA']._serialized_end=319
+  _globals['_CLUSTERSERVICE']._serialized_start=555
+  _globals['_CLUSTERSERVICE']._serialized_end=677
 # @@protoc_insertion_point(module_scope)

@@ -75,6 +75,8 @@ def submission_of(request: Request, handle: int = 0) -> replica_pb2.Submission:
         params=replica_pb2.SamplingParams(**params),
         tenant=request.tenant,
         priority=request.priority,
+        queue_deadline_unix=request.queue_deadline,
+        first_token_deadline_unix=request.first_token_deadline,
         deadline_unix=request.deadline,
         cache_root=request.cache_root,
         block_hashes=b"".join(request.block_hashes),
@@ -108,12 +110,18 @@ def request_of(submission: replica_pb2.Submission) -> Request:
         resume=tuple(tuple(ids.ids) for ids in submission.resume),
         tenant=submission.tenant,
         priority=submission.priority,
-        deadline=submission.deadline_unix if submission.HasField("deadline_unix") else None,
+        queue_deadline=_given(submission, "queue_deadline_unix"),
+        first_token_deadline=_given(submission, "first_token_deadline_unix"),
+        deadline=_given(submission, "deadline_unix"),
         cache_root=submission.cache_root,
         block_hashes=tuple(hashes[i : i + DIGEST_SIZE] for i in range(0, len(hashes), DIGEST_SIZE)),
         traceparent=submission.traceparent,
         attempt=submission.attempt,
     )
+
+
+def _given(message, field: str):
+    return getattr(message, field) if message.HasField(field) else None
 
 
 # -- deltas: protobuf columns ------------------------------------------------------------------------------------------
@@ -138,6 +146,7 @@ def deltas_frame(rows: Iterable[tuple[int, TokenDelta]]) -> replica_pb2.Deltas:
                 num_cached=usage.num_cached,
                 num_generated=usage.num_generated,
                 error=delta.error or "",
+                error_code=delta.error_code or "",
             )
         if delta.logprobs is not None:
             tokens = frame.logprobs.add(row=row).tokens
@@ -171,6 +180,7 @@ def deltas_of(frame: replica_pb2.Deltas, request_id_of: Callable[[int], str]) ->
             finish_reason=ending.finish_reason if ending else None,
             usage=Usage(ending.num_prompt, ending.num_cached, ending.num_generated) if ending else None,
             error=(ending.error or None) if ending else None,
+            error_code=(ending.error_code or None) if ending else None,
         )
         at += count
         deltas.append((handle, delta))

@@ -9,9 +9,13 @@
     │   ├── ModelNotFound          404
     │   └── PayloadTooLarge        413
     ├── Overloaded                 429  a queue is full; try again later
-    ├── QueueTimeout               504  the deadline passed
+    ├── DeadlineError              504  a time that the caller or the server had set has passed
+    │   ├── QueueTimeout                for the first step: nothing was computed
+    │   ├── FirstTokenTimeout           for the first token
+    │   └── RequestTimeout              for the whole request
     ├── Cancelled                  499  the client went away
     ├── NoReplica                  503  nothing is ready to serve
+    ├── Draining                   503  this server finishes what it has and takes nothing new
     ├── ReplicaLost                503  the replica died or its stream broke
     ├── SequenceFault              500  one row of a step failed; its neighbours go on
     ├── InternalError              500  our own bug
@@ -93,10 +97,23 @@ class Overloaded(PacelineError):
     movable = True
 
 
-class QueueTimeout(PacelineError):
-    code = "queue_timeout"
+class DeadlineError(PacelineError):
+    """Each leaf says which of the three times it was."""
+
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
+
+
+class QueueTimeout(DeadlineError):
+    code = "queue_timeout"
+
+
+class FirstTokenTimeout(DeadlineError):
+    code = "first_token_timeout"
+
+
+class RequestTimeout(DeadlineError):
+    code = "request_timeout"
 
 
 class Cancelled(PacelineError):
@@ -111,6 +128,16 @@ class NoReplica(PacelineError):
     grpc_code = "UNAVAILABLE"
     retryable = True
     scope = "cluster"
+    movable = True
+
+
+class Draining(PacelineError):
+    code = "draining"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    retryable = True
+    scope = "cluster"
+    movable = True
 
 
 class ReplicaLost(PacelineError):
@@ -138,7 +165,7 @@ class StartupError(PacelineError):
 
 
 def _leaves(cls: type[PacelineError]) -> dict[str, type[PacelineError]]:
-    found = {} if cls is PacelineError or cls is RequestError else {cls.code: cls}
+    found = {} if "code" not in vars(cls) or cls is PacelineError else {cls.code: cls}
     for child in cls.__subclasses__():
         found |= _leaves(child)
     return found

@@ -45,16 +45,22 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint")
+    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint", "max_num_seqs", "max_waiting_requests", "max_waiting_tokens")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     protocol: int
     fingerprint: str
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    max_num_seqs: int
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_waiting_tokens: _Optional[int] = ...) -> None: ...
 
 class Ids(_message.Message):
     __slots__ = ("ids",)
@@ -102,7 +108,7 @@ class SamplingParams(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "resume", "params", "tenant", "priority", "deadline_unix", "block_hashes", "traceparent", "cache_root")
+    __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "resume", "params", "tenant", "priority", "deadline_unix", "block_hashes", "traceparent", "cache_root", "queue_deadline_unix", "first_token_deadline_unix")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +121,8 @@ class Submission(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CACHE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DEADLINE_UNIX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_DEADLINE_UNIX_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -127,7 +135,9 @@ class Submission(_message.Message):
     block_hashes: bytes
     traceparent: str
     cache_root: bytes
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[_Iterable[_Union[Ids, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_unix: _Optional[float] = ..., block_hashes: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., cache_root: _Optional[bytes] = ...) -> None: ...
+    queue_deadline_unix: float
+    first_token_deadline_unix: float
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[_Iterable[_Union[Ids, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_unix: _Optional[float] = ..., block_hashes: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., cache_root: _Optional[bytes] = ..., queue_deadline_unix: _Optional[float] = ..., first_token_deadline_unix: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)
@@ -190,20 +200,22 @@ class Deltas(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("row", "finish_reason", "num_prompt", "num_cached", "num_generated", "error")
+    __slots__ = ("row", "finish_reason", "num_prompt", "num_cached", "num_generated", "error", "error_code")
     ROW_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     row: int
     finish_reason: str
     num_prompt: int
     num_cached: int
     num_generated: int
     error: str
-    def __init__(self, row: _Optional[int] = ..., finish_reason: _Optional[str] = ..., num_prompt: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_generated: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    error_code: str
+    def __init__(self, row: _Optional[int] = ..., finish_reason: _Optional[str] = ..., num_prompt: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_generated: _Optional[int] = ..., error: _Optional[str] = ..., error_code: _Optional[str] = ...) -> None: ...
 
 class RowLogprobs(_message.Message):
     __slots__ = ("row", "tokens")
@@ -224,10 +236,12 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("load",)
+    __slots__ = ("load", "draining")
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     load: Load
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("step_id", "running", "waiting", "queued_tokens", "tokens_per_second", "blocks_used", "blocks_total", "prompt_tokens_total", "cached_prompt_tokens_total", "generation_tokens_total", "computed_tokens_total", "recomputed_tokens_total", "preemptions_total", "block_copies_total", "finished_total", "discarded_tokens_total")
@@ -311,13 +325,27 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "state", "load")
+    __slots__ = ("replica_id", "incarnation", "state", "load", "stalled_seconds")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     state: str
     load: Load
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    stalled_seconds: float
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_ended",)
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    num_ended: int
+    def __init__(self, num_ended: _Optional[int] = ...) -> None: ...

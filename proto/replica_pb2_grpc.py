@@ -60,6 +60,11 @@ class ReplicaServiceStub:
                 request_serializer=paceline_dot_proto_dot_replica__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_replica__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/paceline.replica.v1.ReplicaService/Drain',
+                request_serializer=paceline_dot_proto_dot_replica__pb2.DrainRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_replica__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer:
@@ -101,6 +106,13 @@ class ReplicaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Drain refuses new requests, lets running ones finish up to a time, ends the rest, and answers when none is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=paceline_dot_proto_dot_replica__pb2.GetStateRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_replica__pb2.GetStateResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=paceline_dot_proto_dot_replica__pb2.DrainRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_replica__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class ReplicaService:
             '/paceline.replica.v1.ReplicaService/GetState',
             paceline_dot_proto_dot_replica__pb2.GetStateRequest.SerializeToString,
             paceline_dot_proto_dot_replica__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.replica.v1.ReplicaService/Drain',
+            paceline_dot_proto_dot_replica__pb2.DrainRequest.SerializeToString,
+            paceline_dot_proto_dot_replica__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,7 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     resume: tuple[tuple[int, ...], ...] = ()
     tenant: str = ""
     priority: int = 0  # lower runs first
-    deadline: float | None = None  # unix seconds
+    queue_deadline: float | None = None  # unix seconds: for its first step,
+    first_token_deadline: float | None = None  # its first token,
+    deadline: float | None = None  # and its end
     cache_root: bytes = b""  # parent of the first block's name (hashing.py); empty: no part in the prefix cache
     block_hashes: tuple[bytes, ...] = ()  # names of the prompt's full blocks, chained from cache_root
     traceparent: str = ""
@@ -78,3 +80,4 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None  # with finish_reason "error" only
+    error_code: str | None = None  # of the error tree; None: the sequence's own fault

@@ -1,23 +1,32 @@
-"""A whole router in one call: pool, service, routes and the HTTP server. It starts things and decides nothing."""
+"""A whole router in one call: pool, service, routes and the HTTP server. It starts things and
+ends them in order, and decides nothing else.
+"""
 
 import asyncio
 import logging
+import random
 import socket
+import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 
 import uvicorn
+from fastapi import FastAPI
 
-from paceline.proto.errors import StartupError
+from paceline.proto.errors import Draining, StartupError
 from paceline.router.config import RouterConfig
 from paceline.router.metrics import Metrics
+from paceline.router.policies import policy_of
 from paceline.router.pool import Pool
 from paceline.router.rest import make_app
+from paceline.router.rpc_server import serving as serving_grpc
 from paceline.router.service import Service
+from paceline.router.transport import Protocol, listen
 
 log = logging.getLogger("paceline.router")
 
 GRACE = 2.0  # seconds that connections have to close once the router stops
+CUT_WAIT = 0.5  # seconds in which streams that are cut off may still say so
 KEEP_ALIVE = 75  # seconds an idle connection stays open: longer than clients' pools keep theirs
 
 
@@ -38,53 +47,94 @@ class _Server(uvicorn.Server):
 
 
 async def serve_router(
-    config: RouterConfig, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event
+    config: RouterConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event,
+    now: asyncio.Event | None = None,
 ) -> None:
-    """Serves until ``stop`` is set; then breaks what still runs with an error event and returns.
+    """Serves until ``stop`` is set; then takes nothing new, lets what runs go on for ``drain_seconds`` or until ``now``
+    is set, breaks the rest with an error event and returns.
 
     ``ready`` is called once, with the URL, when the port answers; a replica may still be on its way (`/health/ready`
-    tells). Run it under uvloop: this does not choose the loop. Raises StartupError if the address cannot be bound.
+    tells). Run it under uvloop: this does not choose the loop. Raises StartupError if an address cannot be bound, a
+    certificate cannot be used, or the config names what there is not.
     """
-    listener = _listen(config.host, config.port)
+    policy = policy_of(config.routing_policy, random.Random())
+    listener = listen(config.host, config.port, config.max_unread_bytes, 2 * config.slow_reader_seconds)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
     service: Service
-    pool = Pool(controller=config.controller, replicas=config.replicas, on_card=lambda card: service.load(card))
-    service = Service(pool, config)
-    app = make_app(service, pool, Metrics(lambda: pool.links), config)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(GRACE),
-        ),
-        on_started=lambda: ready(url) if ready else None,
+    pool = Pool(
+        controller=config.controller,
+        replicas=config.replicas,
+        name=config.replicas_dns,
+        token=config.cluster_token,
+        policy=policy,
+        on_card=lambda card: service.load(card),
     )
+    metrics = Metrics(lambda: pool.links, lambda: service.gate.num_open)
+    service = Service(pool, config, metrics.shed, metrics.moved)
+    http = _http_config(make_app(service, pool, metrics, config), config)
+    server = _Server(http, on_started=lambda: ready(url) if ready else None)
+    grpc = AsyncExitStack()
+    if config.grpc_port is not None:
+        await grpc.enter_async_context(serving_grpc(service, metrics, config, lambda: _accepting(service, pool), GRACE))
     await pool.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            await _drain(service, config.drain_seconds, now or asyncio.Event())
     finally:
         stopping.cancel()
         server.should_exit = True
         await pool.close()
+        await grpc.aclose()
         with suppress(asyncio.CancelledError):
             await serving
         listener.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _accepting(service: Service, pool: Pool) -> bool:
+    return pool.ready() and not service.gate.draining
+
+
+async def _drain(service: Service, seconds: float, now: asyncio.Event) -> None:
+    """Until nothing is open any more. What is left after its time hears why it ends."""
+    log.info("draining: %d choices have %.0f s to end", service.gate.num_open, seconds)
+    draining = asyncio.create_task(service.drain(seconds))
+    hurry = asyncio.create_task(now.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    hurry.cancel()
+    if service.gate.num_open:
+        log.warning("draining: %d choices are cut off", service.gate.num_open)
+        service.cut(Draining("the server is shutting down"))
+        await service.drain(CUT_WAIT)
+
+
+def _http_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
+    if (config.ssl_keyfile or config.ssl_ca_certs) and not config.ssl_certfile:
+        raise StartupError("a key or authorities for TLS were given without a certificate: ssl_certfile")
+    http = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(GRACE),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
     try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
+        http.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise StartupError(f"the certificate, its key or the authorities cannot be used: {error}") from error
+    return http

@@ -1,235 +1,186 @@
-"""The command line: flags and PACELINE_<FLAG> in, frozen configs out, and whatever a command starts.
+"""The command line: settings in, frozen configs out, and whatever a command starts.
 
-The only file that reads the environment, and the only one of the router that reaches into cluster and worker, inside
-the command that needs them: `paceline --help` must not wait for torch or ray.
+The only file that reads the environment. Cluster and worker are imported inside the command that needs them, here and
+in `process.py`: `paceline --help` must not wait for torch or ray. What can be set is `settings.py`.
 """
 
-import asyncio
+import hashlib
+import json
 import logging
 import os
-import signal
-import sys
+import secrets
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 
+from paceline.proto import logs
 from paceline.proto.errors import PacelineError, StartupError
+from paceline.router import process, settings
+from paceline.router.flags import Command, takes_settings
 
 app = typer.Typer(
     name="paceline",
-    help="Serve large language models: OpenAI-compatible HTTP in front of replicas on Ray.",
+    help="Serve large language models: OpenAI-compatible HTTP and gRPC in front of replicas on Ray.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console(stderr=True, highlight=False)
+log = logging.getLogger("paceline")
 
-MODEL, SERVER, ENGINE, MEMORY, CLUSTER = "Model", "Server", "Engine", "Memory and device", "Cluster"
-
-
-def flag(panel: str, text: str, name: str, *more: str, metavar: str | None = None, **kwargs: Any) -> Any:
-    """An option that PACELINE_<NAME> sets too. Numbers with a range are shown as N: the range is in the error."""
-    if "min" in kwargs:
-        metavar = metavar or "N"
-    variable = "PACELINE_" + name.split("/")[0].removeprefix("--").replace("-", "_").upper()
-    return typer.Option(
-        name, *more, help=text, rich_help_panel=panel, envvar=variable, show_envvar=False, metavar=metavar, **kwargs
-    )
+Values = dict[str, Any]  # of settings, by name
 
 
-ModelFlag = Annotated[
-    str, flag(MODEL, "Folder, .gguf file, Hub id (org/name), or the built-in name smollm2.", "--model", "-m")
-]
+# -- what serves -------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def serve(
-    model: ModelFlag = "smollm2",
-    served_model_name: Annotated[
-        str | None, flag(MODEL, "Name that clients use. Default: the last part of --model.", "--served-model-name")
-    ] = None,
-    dtype: Annotated[str, flag(MODEL, "auto, float32, bfloat16 or float16.", "--dtype")] = "auto",
-    max_model_len: Annotated[
-        int | None, flag(MODEL, "Longest prompt plus answer, in tokens. Default: the model's own.", "--max-model-len")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, flag(MODEL, "File with a Jinja template that replaces the model's.", "--chat-template")
-    ] = None,
-    host: Annotated[str, flag(SERVER, "Address to listen on.", "--host")] = "127.0.0.1",
-    port: Annotated[int, flag(SERVER, "Port of the HTTP API; 0 takes a free one.", "--port", min=0, max=65535)] = 8000,
-    max_num_seqs: Annotated[int, flag(ENGINE, "Sequences that run at once.", "--max-num-seqs", min=1)] = 64,
-    max_num_batched_tokens: Annotated[
-        int,
-        flag(
-            ENGINE,
-            "Token budget of one step: lower keeps streams smooth, higher suits a GPU.",
-            "--max-num-batched-tokens",
-            min=1,
-        ),
-    ] = 256,
-    long_prefill_token_threshold: Annotated[
-        int | None,
-        flag(
-            ENGINE,
-            "Most tokens that one long prompt takes of a step while others wait. Default: half of the budget.",
-            "--long-prefill-token-threshold",
-            min=1,
-        ),
-    ] = None,
-    max_num_partial_prefills: Annotated[
-        int, flag(ENGINE, "Long prompts that are in prefill at once.", "--max-num-partial-prefills", min=1)
-    ] = 2,
-    enable_prefix_caching: Annotated[
-        bool,
-        flag(ENGINE, "Reuse the KV cache of equal prefixes.", "--enable-prefix-caching/--no-enable-prefix-caching"),
-    ] = True,
-    scheduling_policy: Annotated[str, flag(ENGINE, "priority or fcfs.", "--scheduling-policy")] = "priority",
-    depth: Annotated[
-        int, flag(ENGINE, "Plans in flight: 2 overlaps planning with a GPU's step.", "--depth", min=1, max=2)
-    ] = 1,
-    attention_backend: Annotated[str, flag(ENGINE, "auto or torch.", "--attention-backend")] = "auto",
-    block_size: Annotated[int, flag(MEMORY, "Tokens per KV block.", "--block-size", min=1)] = 16,
-    num_kv_blocks: Annotated[
-        int | None,
-        flag(
-            MEMORY,
-            "KV blocks in the pool. Default: sized from free memory.",
-            "--num-kv-blocks",
-            "--num-gpu-blocks-override",
-            min=1,
-        ),
-    ] = None,
-    kv_memory_share: Annotated[
-        float | None,
-        flag(
-            MEMORY,
-            "Share of the memory that is free after the weights.",
-            "--kv-memory-share",
-            "--gpu-memory-utilization",
-            min=0.0,
-            max=1.0,
-        ),
-    ] = None,
-    device: Annotated[str, flag(MEMORY, "auto, cpu or cuda.", "--device")] = "auto",
-    num_threads: Annotated[
-        int | None, flag(MEMORY, "Compute threads per replica. Default: the cores, shared out.", "--num-threads", min=1)
-    ] = None,
-    replicas: Annotated[int, flag(CLUSTER, "Replicas to start.", "--replicas", min=1)] = 1,
-    ray_address: Annotated[
-        str | None,
-        flag(CLUSTER, "A running Ray cluster. Default: a local one that ends with this command.", "--ray-address"),
-    ] = None,
-    plan_dump_dir: Annotated[
-        Path, flag(CLUSTER, "Where a replica leaves its last plans when a step fails.", "--plan-dump-dir")
-    ] = Path("/tmp/paceline"),
-) -> None:
-    """Serve a model on this machine: router, controller and replicas in one command.
+@app.command(cls=Command)
+@takes_settings("serve")
+def serve(flags: Values, config: Path | None) -> None:
+    """Serve a model: router, controller and replicas in one command.
 
-    [bold]paceline serve[/bold] starts the built-in model; [bold]paceline serve -m ./my-model[/bold] your own.
+    `paceline serve` starts the built-in model; `paceline serve -m ./my-model` your own.
 
-    Every flag can also be set in the environment: [bold]PACELINE_MAX_NUM_SEQS=32[/bold] is --max-num-seqs 32.
+    Every flag is also a variable and a key of the file that --config names: --max-num-seqs 32 is
+    PACELINE_MAX_NUM_SEQS=32 and `max_num_seqs: 32`. A flag beats the variable, the variable the file.
     """
-    from paceline.cluster.config import ClusterConfig, ReplicaConfig
-    from paceline.router.config import RouterConfig
-    from paceline.worker.config import RankConfig
-    from paceline.worker.threads import available
+    with _one_sentence():
+        values = _begin("serve", flags, config)
+        if not values["ray_address"]:  # on a Ray that goes on, the next command must know the token too
+            values["cluster_token"] = values["cluster_token"] or secrets.token_hex(32)
+        cluster = _cluster_config(values)
+        router_config = _router_config(values)
+        _print_config(cluster, router_config)
+        process.serve_all(cluster, router_config, console)
+
+
+@app.command(cls=Command)
+@takes_settings("router")
+def router(flags: Values, config: Path | None) -> None:
+    """Only the front: HTTP and gRPC for replicas elsewhere. Needs neither torch nor ray.
+
+    Replicas come from --controller, from --replica (again for each) or from --replicas-dns.
+    """
+    with _one_sentence():
+        values = _begin("router", flags, config)
+        if not (values["controller"] or values["replica"] or values["replicas_dns"]):
+            raise StartupError("a router needs --controller, --replica or --replicas-dns to find replicas")
+        router_config = _router_config(values)
+        _print_config(router_config)
+        process.run(process.route(router_config))
+
+
+@app.command(cls=Command)
+@takes_settings("controller")
+def controller(flags: Values, config: Path | None) -> None:
+    """Only the controller: starts replicas on Ray and watches them.
+
+    Routers ask it where they are: `paceline router --controller HOST:PORT`. Started again, it takes over what runs.
+    """
+    with _one_sentence():
+        values = _begin("controller", flags, config)
+        cluster_config = _cluster_config(values)
+        _print_config(cluster_config)
+        process.run_controller(cluster_config)
+
+
+@app.command(cls=Command)
+@takes_settings("replica")
+def replica(flags: Values, config: Path | None) -> None:
+    """Only one replica, without Ray.
+
+    For `paceline router --replica HOST:PORT`, for tests and plain deployments.
+    """
+    with _one_sentence():
+        values = _begin("replica", flags, config)
+        replica_config = _replica_config(values)
+        _print_config(replica_config)
+        process.run_replica(replica_config)
+
+
+# -- who asks ----------------------------------------------------------------------------------------------------------
+
+Url = Annotated[
+    str, typer.Option(help="Where the router listens.", envvar="PACELINE_URL", metavar="URL", show_default=False)
+]
+CaFile = Annotated[
+    Path | None, typer.Option("--ssl-ca-certs", help="Authorities (PEM) to check the server with.", metavar="FILE")
+]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command(cls=Command)
+def chat(
+    url: Url = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Name of the model. [the first served]", metavar="NAME")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", metavar="TEXT")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", metavar="N", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest.", metavar="X")] = None,
+    ssl_ca_certs: CaFile = None,
+) -> None:
+    """Talk to a running server in this terminal. /reset forgets what was said, /quit ends; Ctrl-C ends an answer."""
+    from paceline.router.chat_cli import Chat
+    from paceline.router.client import Client
 
     with _one_sentence():
-        path = _resolve(model)
-        rank = RankConfig(
-            model=str(path),
-            served_model_name=served_model_name or _name_of(model),
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_kv_blocks=num_kv_blocks,
-            kv_memory_share=kv_memory_share,
-            attention_backend=attention_backend,
-            num_threads=num_threads or max(1, available() // replicas),
-            dump_dir=str(plan_dump_dir),
-        )
-        replica = ReplicaConfig(
-            rank=rank,
-            long_prefill_tokens=long_prefill_token_threshold,
-            max_partial_prefills=max_num_partial_prefills,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            depth=depth,
-        )
-        cluster = ClusterConfig(replica=replica, num_replicas=replicas, ray_address=ray_address)
-        router = RouterConfig(host=host, port=port, chat_template=_read(chat_template))
-        _serve(cluster, router)
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        client = Client(url, _path(ssl_ca_certs))
+        Chat(client, model, system, {k: v for k, v in options.items() if v is not None}).run()
 
 
-def _serve(cluster_config: Any, router_config: Any) -> None:
-    """Cluster first, then the port: nothing listens before a replica serves."""
-    import msgspec
+@app.command(cls=Command)
+def status(
+    url: Url = DEFAULT_URL,
+    controller: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the controller: adds replicas that do not serve.", metavar="TEXT")
+    ] = None,
+    cluster_token_file: Annotated[
+        Path | None, typer.Option(help="File with the cluster's secret, for --controller.", metavar="FILE")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print plain lines and end, for scripts.")] = False,
+    ssl_ca_certs: CaFile = None,
+) -> None:
+    """A live table of the replicas and of what they do.
 
-    if not cluster_config.ray_address:
-        os.environ |= _local_ray_environment()
-    from paceline.cluster.launch import Cluster
+    State, requests running and waiting, KV blocks in use, generated tokens per second.
+    """
+    from paceline.router.client import Client
+    from paceline.router.status_cli import Status
 
-    _log_to_console()
-    _print_config(cluster_config, router_config)
-    cluster = Cluster(cluster_config)
-    try:
-        with _interruptible(), console.status("starting Ray") as status:
-            address, loaded = cluster.start(lambda states: status.update(_progress_line(states)))
-        for line in loaded:
-            console.print(line, soft_wrap=True)
-        router_config = msgspec.structs.replace(router_config, controller=address)
-        asyncio.run(_route(router_config, cluster_config.replica.rank.served_model_name))
-    except KeyboardInterrupt:
-        console.print("interrupted")
-    finally:
-        with _uninterruptible():
-            cluster.stop()
-    console.print("stopped")
+    with _one_sentence():
+        source = Status(Client(url, _path(ssl_ca_certs)), controller, _secret("cluster_token_file", cluster_token_file))
+        source.print_once() if once else source.watch()
 
 
-async def _route(config: Any, model_name: str) -> None:
-    """The router until the first SIGINT or SIGTERM; a second one ends the process at once."""
-    from paceline.router.app import serve_router
-
-    stop = asyncio.Event()
-
-    def stopped() -> None:
-        if stop.is_set():
-            os._exit(130)
-        console.print("stopping")
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped)
-    await serve_router(config, ready=lambda url: _greet(url, model_name), stop=stop)
-
-
-@app.command()
+@app.command(cls=Command)
 def pull(model: Annotated[str, typer.Argument(help="Hub id (org/name) or the built-in name smollm2.")]) -> None:
-    """Fetch a model into the cache, so that serve starts without a network. Prints its path."""
+    """Fetch a model, so that serve starts without a network. Prints its path."""
     with _one_sentence():
         print(_resolve(model))
 
 
-@app.command()
+@app.command(cls=Command)
 def replay(
     file: Annotated[
         Path, typer.Argument(help="A dump that a rank left in --plan-dump-dir.", exists=True, dir_okay=False)
     ],
-    model: Annotated[str | None, typer.Option(help="Model to run it on. Default: the one named in the dump.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to run it on. [the one named in the dump]", metavar="TEXT")
+    ] = None,
 ) -> None:
-    """Run a rank's last plans again on the reference backend, one line of ids per step."""
+    """Run a rank's last plans again on the reference backend.
+
+    Prints one line of ids per step.
+    """
     from paceline.worker.replay import replay as run
 
     with _one_sentence():
@@ -237,51 +188,104 @@ def replay(
             print(step)
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print the version."""
     print(installed_version("paceline"))
+
+
+# -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def _begin(command: str, flags: Values, file: Path | None) -> Values:
+    """Every setting of the command with its value; from here on the process logs as it was told to."""
+    content = settings.read_file(file) if file else {}
+    values = settings.resolve(command, flags, os.environ, content, str(file))
+    values["cluster_token"] = _secret("cluster_token_file", values["cluster_token_file"])
+    logs.configure(values["log_format"], values["log_level"])
+    return values
+
+
+def _router_config(values: Values) -> Any:
+    return settings.make(
+        "router",
+        values,
+        chat_template=_read("chat_template", values["chat_template"]),
+        cluster_token=values["cluster_token"],
+    )
+
+
+def _replica_config(values: Values) -> Any:
+    from paceline.worker.threads import available
+
+    num_threads = values["num_threads"]
+    if num_threads is None and not values.get("ray_address"):  # other machines have cores of their own
+        num_threads = max(1, available() // values.get("replicas", 1))
+    rank = settings.make(
+        "rank",
+        values,
+        model=str(_resolve(values["model"])),
+        served_model_name=values["served_model_name"] or _name_of(values["model"]),
+        num_threads=num_threads,
+    )
+    return settings.make("replica", values, rank=rank, cluster_token=values["cluster_token"])
+
+
+def _cluster_config(values: Values) -> Any:
+    return settings.make("cluster", values, replica=_replica_config(values))
+
+
+def _read(name: str, path: str | Path | None) -> str | None:
+    try:
+        return Path(path).read_text() if path else None
+    except OSError as error:
+        raise StartupError(f"--{name.replace('_', '-')} {path} cannot be read: {error.strerror}") from error
+
+
+def _secret(name: str, path: str | Path | None) -> str | None:
+    text = (_read(name, path) or "").strip()
+    if path and not text:
+        raise StartupError(f"--{name.replace('_', '-')} {path} is empty")
+    return text or None
+
+
+def _path(path: Path | None) -> str | None:
+    return str(path) if path else None
+
+
+def _name_of(model: str) -> str:
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name or model
+
+
+def _print_config(*configs: Any) -> None:
+    """The resolved config, once, with a hash by which two servers can be told apart; secrets are in neither."""
+    shown = [_without_secrets(msgspec.to_builtins(config)) for config in configs]
+    digest = hashlib.sha256(msgspec.json.encode(shown)).hexdigest()[:12]
+    log.info("config %s %s", digest, json.dumps(shown if len(shown) > 1 else shown[0]))
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: "***" if key.endswith("token") and inner else _without_secrets(inner) for key, inner in value.items()}
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _one_sentence():
+def _one_sentence() -> Iterator[None]:
     """What cannot start says why in one sentence and exits with 1."""
     try:
         yield
     except PacelineError as error:
-        console.print(f"[red]paceline:[/red] {error}", soft_wrap=True, markup=True)
+        console.print(f"[red]paceline:[/red] {_escaped(str(error))}", soft_wrap=True, markup=True)
         raise typer.Exit(1) from None
 
 
-@contextmanager
-def _interruptible():
-    """SIGTERM interrupts a blocking start as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _uninterruptible():
-    """Impatience must not leave processes behind."""
-    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
-def _local_ray_environment() -> dict[str, str]:
-    """What Ray reads when it is imported. A token for this run: Ray's ports run code for whoever may speak to them."""
-    import secrets
-
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
 
 
 def _resolve(model: str) -> Path:
@@ -305,48 +309,6 @@ def _resolve(model: str) -> Path:
             progress.update(tasks[description], completed=done, total=total)
 
         return resolve(model, report, cache_dir)
-
-
-def _name_of(model: str) -> str:
-    path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.name or model
-
-
-def _read(path: Path | None) -> str | None:
-    try:
-        return path.read_text() if path else None
-    except OSError as error:
-        raise StartupError(f"--chat-template {path} cannot be read: {error.strerror}") from error
-
-
-def _log_to_console() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("grpc").setLevel(logging.WARNING)
-
-
-def _print_config(*configs: Any) -> None:
-    """The resolved config, once, with a hash by which two servers can be told apart."""
-    import hashlib
-
-    import msgspec
-
-    text = b" ".join(msgspec.json.encode(config) for config in configs)
-    console.print(
-        f"config {hashlib.sha256(text).hexdigest()[:12]} {text.decode()}", style="dim", markup=False, soft_wrap=True
-    )
-
-
-def _progress_line(states: dict[str, str]) -> str:
-    return ", ".join(f"{name} {state}" for name, state in states.items()) or "starting"
-
-
-def _greet(url: str, model_name: str) -> None:
-    import json
-
-    body = {"model": model_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    print(f"paceline serves {model_name} on {url}")
-    print(f"try:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'")
-    sys.stdout.flush()
 
 
 def main() -> None:

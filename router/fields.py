@@ -67,6 +67,7 @@ FIELDS: tuple[Field, ...] = (
     _supported("stream", "boolean"),
     _supported("stream_options", "stream_options"),
     _supported("user", "string"),
+    _supported("return_token_ids", "boolean"),
     _supported("priority", "integer", low=-_INT32 - 1, high=_INT32),
     # Known from OpenAI.
     _unsupported("echo", False, routes=(COMPLETIONS,)),
@@ -113,7 +114,6 @@ FIELDS: tuple[Field, ...] = (
     _unsupported("allowed_token_ids"),
     _unsupported("use_beam_search", False),
     _unsupported("length_penalty", 1, 1.0),
-    _unsupported("return_token_ids", False),
     _unsupported("return_tokens_as_token_ids", False),
     _unsupported("logits_processors", []),
     _unsupported("prompt_embeds", routes=(COMPLETIONS,)),

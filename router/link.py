@@ -15,9 +15,12 @@ from paceline.proto import codec, replica_pb2, replica_pb2_grpc
 from paceline.proto.errors import InternalError, PacelineError, ReplicaLost
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.model import ModelCard
-from paceline.proto.request import Request, TokenDelta
+from paceline.proto.request import Request
+from paceline.router.mailbox import Mailbox
 
 log = logging.getLogger("paceline.router")
+
+Metadata = tuple[tuple[str, str], ...]
 
 PROTOCOL = 1
 SILENCE = 5.0  # seconds without a frame, after which a replica counts as lost
@@ -31,32 +34,6 @@ CHANNEL_OPTIONS = (
     # Replicas that share a host and come back on the same port must not inherit a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-class Mailbox:
-    """Where news of one or more tickets arrives, in order. One reader. Unbounded: the sender never waits."""
-
-    __slots__ = ("_news", "_waiter")
-
-    def __init__(self) -> None:
-        self._news: list[tuple[Ticket, TokenDelta | PacelineError]] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, ticket: "Ticket", news: TokenDelta | PacelineError) -> None:
-        self._news.append((ticket, news))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> "list[tuple[Ticket, TokenDelta | PacelineError]]":
-        """Everything that has come; waits until there is something."""
-        if not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        news, self._news = self._news, []
-        return news
 
 
 class Ticket:
@@ -84,16 +61,20 @@ class Ticket:
 class Link:
     """An open Attach stream. Made by ``attach``; ``run`` reads until it breaks.
 
-    ``in_flight`` counts choices that have not ended; ``load`` is the replica's last word about itself.
+    ``in_flight`` counts choices that have not ended, ``capacity`` how many may run and wait there (None: no limit);
+    ``load`` is the replica's last word about itself.
     """
 
     def __init__(self, address: str, call: Any, welcome: replica_pb2.Welcome, card: ModelCard):
         self.address = address
         self.replica_id = welcome.replica_id or address
         self.card = card
+        limited = welcome.max_num_seqs and welcome.max_waiting_requests
+        self.capacity = welcome.max_num_seqs + welcome.max_waiting_requests if limited else None
         self.load = ReplicaLoad()
         self.in_flight = 0
         self.draining = False  # told by the source: running requests go on, new ones go elsewhere
+        self.leaving = False  # told by the replica, for good: the same
         self._call = call
         self._closed = False
         self._handles = itertools.count(1)
@@ -102,7 +83,11 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        return not (self._closed or self.draining)
+        return not (self._closed or self.draining or self.leaving)
+
+    def has_room(self, num_choices: int) -> bool:
+        """As far as this router knows; others may use the replica, too."""
+        return self.capacity is None or self.in_flight + num_choices <= self.capacity
 
     def submit(self, request: Request, mailbox: Mailbox) -> Ticket:
         """Sends the request. ``ticket.accepted`` resolves when the replica took it or raises why it did not; deltas
@@ -162,6 +147,7 @@ class Link:
             self._deliver(frame.deltas)
         elif kind == "heartbeat":
             self.load = codec.load_of(frame.heartbeat.load)
+            self.leaving = frame.heartbeat.draining
         elif kind == "accepted":
             if (ticket := self._tickets.get(frame.accepted.handle)) and not ticket.accepted.done():
                 ticket.accepted.set_result(None)
@@ -209,19 +195,25 @@ class Link:
             self._fail(ticket, ReplicaLost("the replica that served this request was lost"))
 
 
-async def fetch_card(channel: grpc.aio.Channel, timeout: float) -> ModelCard:
+async def fetch_card(channel: grpc.aio.Channel, timeout: float, metadata: Metadata = ()) -> ModelCard:
     """Raises grpc.aio.AioRpcError."""
     stub = replica_pb2_grpc.ReplicaServiceStub(channel)
-    answer = await stub.GetModel(replica_pb2.GetModelRequest(), timeout=timeout)
+    answer = await stub.GetModel(replica_pb2.GetModelRequest(), timeout=timeout, metadata=metadata)
     return codec.card_from_json(answer.card_json)
 
 
 async def attach(
-    channel: grpc.aio.Channel, address: str, card: ModelCard, router_id: str, incarnation: str, timeout: float
+    channel: grpc.aio.Channel,
+    address: str,
+    card: ModelCard,
+    router_id: str,
+    incarnation: str,
+    timeout: float,
+    metadata: Metadata = (),
 ) -> Link:
     """Opens the stream and shakes hands. Raises grpc.aio.AioRpcError, TimeoutError, or InternalError if the other
     side speaks another protocol."""
-    call = replica_pb2_grpc.ReplicaServiceStub(channel).Attach()
+    call = replica_pb2_grpc.ReplicaServiceStub(channel).Attach(metadata=metadata)
     hello = replica_pb2.Hello(
         router_id=router_id, incarnation=incarnation, protocol=PROTOCOL, fingerprint=card.fingerprint
     )

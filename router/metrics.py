@@ -19,6 +19,7 @@ log = logging.getLogger("paceline.router")
 GAUGES = {
     "requests_running": ("running", "Sequences in the batch."),
     "requests_waiting": ("waiting", "Sequences that wait for a place."),
+    "queued_tokens": ("queued_tokens", "Tokens that waiting and prefilling sequences still need computed."),
     "kv_blocks_used": ("blocks_used", "KV blocks that a sequence holds; cached ones are not among them."),
     "kv_blocks_total": ("blocks_total", "KV blocks in the pool."),
 }
@@ -51,6 +52,10 @@ class EngineCollector:
             yield _filled(GaugeMetricFamily(f"paceline_engine_{name}", about, labels=labels), loads, attribute)
         for name, (attribute, about) in COUNTERS.items():
             yield _filled(CounterMetricFamily(f"paceline_engine_{name}", about, labels=labels), loads, attribute)
+        ready = GaugeMetricFamily("paceline_router_replica_ready", "1: it takes requests. 0: it drains.", labels=labels)
+        for link in self._links():
+            ready.add_metric([link.card.name, link.replica_id], link.usable)
+        yield ready
         usable = sum(link.usable for link in self._links())
         yield GaugeMetricFamily("paceline_router_replicas_ready", "Replicas that take requests.", value=usable)
 
@@ -64,7 +69,7 @@ def _filled(family: Any, loads: list[tuple[list[str], ReplicaLoad]], attribute: 
 class Metrics:
     """The router's own. Times are seconds."""
 
-    def __init__(self, links: Callable[[], Sequence[Link]]):
+    def __init__(self, links: Callable[[], Sequence[Link]], num_open: Callable[[], int] = lambda: 0):
         self.registry = prometheus_client.CollectorRegistry()
         self.registry.register(EngineCollector(links))
         registry = self.registry
@@ -88,6 +93,17 @@ class Metrics:
         )
         self._broken = prometheus_client.Counter(
             "paceline_router_broken_streams", "Streams that ended with an error event.", ["code"], registry=registry
+        )
+
+        open_choices = prometheus_client.Gauge(
+            "paceline_router_open_choices", "Choices of requests that were let in.", registry=registry
+        )
+        open_choices.set_function(num_open)
+        self._shed = prometheus_client.Counter(
+            "paceline_router_shed", "Requests ended for want of place or time.", ["reason"], registry=registry
+        )
+        self._moved = prometheus_client.Counter(
+            "paceline_router_moved", "Prompts that another replica took over.", registry=registry
         )
 
     def render(self) -> bytes:
@@ -115,6 +131,12 @@ class Metrics:
 
     def broke(self, code: str) -> None:
         self._safely(lambda: self._broken.labels(code).inc())
+
+    def shed(self, reason: str) -> None:
+        self._safely(lambda: self._shed.labels(reason).inc())
+
+    def moved(self, num_prompts: int) -> None:
+        self._safely(lambda: self._moved.inc(num_prompts))
 
     @staticmethod
     def _safely(record: Callable[[], object]) -> None:

@@ -37,6 +37,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     priority: int = 0
+    return_ids: bool = False  # the client wants token ids, too
     ignored: tuple[str, ...] = ()  # names of unknown fields
 
     @property
@@ -55,16 +56,14 @@ def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfi
             ignored.append(name)
         elif value is not None:
             given[name] = _check(field, value, card, config)
-    model = given.get("model", card.name)
-    if model != card.name:
-        raise ModelNotFound(f"this model is not served; served: {card.name}", "model")
+    check_model(given.get("model"), card)
     messages: tuple[Message, ...] = ()
     if route == CHAT:
         messages, more = parse_messages(_required(given, "messages"))
         ignored += more
     call = Call(
         route=route,
-        model=model,
+        model=card.name,
         params=_sampling(route, given, card),
         prompts=() if route == CHAT else _required(given, "prompt"),
         messages=messages,
@@ -72,6 +71,7 @@ def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfi
         stream=given.get("stream", False),
         include_usage=_include_usage(given),
         priority=given.get("priority", 0),
+        return_ids=given.get("return_token_ids", False),
         ignored=tuple(ignored),
     )
     if len(call.prompts) > config.max_prompts:
@@ -79,6 +79,12 @@ def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfi
     if call.num_choices > config.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {config.max_choices}", "n")
     return call
+
+
+def check_model(name: Any, card: ModelCard) -> None:
+    """Nothing named is the one that is served. Raises ModelNotFound."""
+    if name is not None and name != card.name:
+        raise ModelNotFound(f"this model is not served; served: {card.name}", "model")
 
 
 def _sampling(route: str, given: dict[str, Any], card: ModelCard) -> SamplingParams:
@@ -191,11 +197,12 @@ def _stop(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> tu
 def _stop_ids(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> tuple[int, ...]:
     if type(value) is not list or len(value) > config.max_stop_ids:
         raise InvalidRequest(f"{field.name} must be a list of at most {config.max_stop_ids} token ids", field.name)
-    _check_ids(value, field.name, card)
+    check_ids(value, field.name, card)
     return tuple(dict.fromkeys(value))
 
 
-def _check_ids(ids: list[Any], name: str, card: ModelCard) -> None:
+def check_ids(ids: list[Any], name: str, card: ModelCard) -> None:
+    """Raises InvalidRequest unless all are ids of the model's vocabulary."""
     if not ids:
         return
     if set(map(type, ids)) != {int}:
@@ -231,13 +238,13 @@ def _prompt(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> 
     if type(value) is list and value:
         kinds = set(map(type, value))
         if kinds == {int}:
-            _check_ids(value, "prompt", card)
+            check_ids(value, "prompt", card)
             return (value,)
         if kinds == {str}:
             return tuple(value)
         if kinds == {list} and all(value):
             for ids in value:
-                _check_ids(ids, "prompt", card)
+                check_ids(ids, "prompt", card)
             return tuple(value)
     raise InvalidRequest("prompt must be text, token ids, or a list of either, and not empty", "prompt")
 

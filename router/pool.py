@@ -1,35 +1,45 @@
 """What replicas there are, and one Attach stream to each, for as long as each is listed.
 
-It knows where the set comes from and keeps links open. Which of them gets a request is `policies.py`; what a request
-is, `service.py`. All replicas of a pool serve one model: the first fingerprint seen wins, others are refused.
+It keeps links open to what its sources list. Where sets come from is `sources.py`, which replica gets a request
+`policies.py`, what a request is `service.py`. All replicas of a pool serve one model: the first fingerprint seen wins,
+others are refused.
 """
 
 import asyncio
+import functools
 import logging
-import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection
 
 import grpc.aio
 
-from paceline.proto import cluster_pb2, cluster_pb2_grpc
 from paceline.proto.errors import NoReplica, PacelineError
 from paceline.proto.model import ModelCard
 from paceline.proto.request import Request
-from paceline.router.link import Link, Mailbox, Ticket, attach, fetch_card, open_channel
+from paceline.router.link import Link, Metadata, Ticket, attach, fetch_card, open_channel
+from paceline.router.mailbox import Mailbox
 from paceline.router.policies import Policy, least_loaded
+from paceline.router.sources import (
+    DRAINING,
+    FIRST_PAUSE,
+    READY,
+    States,
+    backoff,
+    split_address,
+    watch_controller,
+    watch_name,
+)
 
 log = logging.getLogger("paceline.router")
 
 CONNECT_TIMEOUT = 5.0  # seconds for the card, and again for the handshake
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between attempts, doubled each time
 
 
 class Pool:
     """Owns channels and links. ``start`` before use, ``close`` after.
 
-    The set is given by a controller, or fixed. A controller that dies changes nothing: the last set stays and the
-    watch is opened again for ever.
+    The set is what a controller says, what a name resolves to, and what is fixed, together; it may be empty. A
+    replica drains if any source says so. All replicas and the controller are shown the ``token``.
     """
 
     def __init__(
@@ -37,34 +47,44 @@ class Pool:
         *,
         controller: str | None = None,
         replicas: tuple[str, ...] = (),
+        name: str | None = None,
+        token: str | None = None,
         policy: Policy = least_loaded,
         on_card: Callable[[ModelCard], Awaitable[None]] | None = None,
     ):
-        """``on_card`` is awaited once, with the first card, before any replica counts as ready."""
+        """``replicas`` are HOST:PORT, ``name`` is NAME:PORT. ``on_card`` is awaited once, with the first card, before
+        any replica counts as ready. Raises StartupError for a name without a port."""
         self.card: ModelCard | None = None
         self.router_id = "router-" + secrets.token_hex(4)
         self._incarnation = secrets.token_hex(8)
         self._controller = controller
-        self._fixed = replicas
+        self._name = name
+        if name is not None:
+            split_address(name)
+        self._sets: dict[str, States] = {"fixed": dict.fromkeys(replicas, READY)}  # by source
+        self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._policy = policy
         self._on_card = on_card
         self._card_lock = asyncio.Lock()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by address
         self._links: dict[str, Link] = {}  # open ones, by address
         self._draining: frozenset[str] = frozenset()  # addresses
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Returns at once; links open in the background."""
         if self._controller is not None:
-            self._watcher = asyncio.create_task(self._watch(self._controller))
-        else:
-            self._apply(dict.fromkeys(self._fixed, cluster_pb2.REPLICA_STATE_READY))
+            tell = functools.partial(self._apply, "controller")
+            watching = watch_controller(self._controller, self.router_id, self._metadata, tell)
+            self._watchers.append(asyncio.create_task(watching))
+        if self._name is not None:
+            self._watchers.append(asyncio.create_task(watch_name(self._name, functools.partial(self._apply, "name"))))
+        self._apply("fixed", self._sets["fixed"])
 
     async def close(self) -> None:
         """Breaks all links: what still runs is told ReplicaLost, and replicas abort it."""
-        tasks = [*self._keepers.values(), *([self._watcher] if self._watcher else [])]
+        tasks = [*self._keepers.values(), *self._watchers]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -83,12 +103,21 @@ class Pool:
             self._changed.clear()
             await self._changed.wait()
 
-    def submit(self, request: Request, mailbox: Mailbox) -> Ticket:
-        """Picks a replica and sends the request there: see ``Link.submit``. Raises NoReplica."""
-        usable = [link for link in self._links.values() if link.usable]
+    @property
+    def usable(self) -> list[Link]:
+        """Those that take requests."""
+        return [link for link in self._links.values() if link.usable]
+
+    def submit(self, request: Request, mailbox: Mailbox, besides: Collection[Link] = ()) -> Ticket:
+        """Picks a replica, not ``besides``, and sends the request there: see ``Link.submit``. Raises NoReplica.
+
+        Replicas that are full, as far as this router knows, are left out unless all are.
+        """
+        usable = [link for link in self.usable if link not in besides]
         if not usable:
-            raise NoReplica("no replica is ready", retry_after=1.0)
-        return self._policy(usable, request).submit(request, mailbox)
+            raise NoReplica("no replica is ready", retry_after=1)
+        roomy = [link for link in usable if link.has_room(request.params.n)]
+        return self._policy(roomy or usable, request).submit(request, mailbox)
 
     def abort(self, ticket: Ticket) -> None:
         ticket.abort()
@@ -96,33 +125,14 @@ class Pool:
     def finish(self, ticket: Ticket, choice: int, num_ids: int) -> None:
         ticket.finish(choice, num_ids)
 
-    # -- where the set comes from --------------------------------------------------------------------------------------
+    # -- the set -------------------------------------------------------------------------------------------------------
 
-    async def _watch(self, controller: str) -> None:
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                async with open_channel(controller) as channel:
-                    stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-                    request = cluster_pb2.WatchReplicasRequest(router_id=self.router_id)
-                    async for answer in stub.WatchReplicas(request):
-                        pause = FIRST_PAUSE
-                        self._apply({replica.address: replica.state for replica in answer.replicas})
-                log.warning("the controller at %s ended the watch; the last set stays", controller)
-            except grpc.aio.AioRpcError as error:
-                log.warning("controller at %s: %s; the last set stays", controller, error.code().name)
-            except Exception:
-                log.exception("what the controller at %s sent cannot be used", controller)
-            pause = await _pause(pause)
-
-    def _apply(self, states: Mapping[str, int]) -> None:
-        """Makes the links fit the set: keepers for all that serve or drain, none for others."""
-        listed = {
-            address
-            for address, state in states.items()
-            if address and state in (cluster_pb2.REPLICA_STATE_READY, cluster_pb2.REPLICA_STATE_DRAINING)
-        }
-        self._draining = frozenset(a for a in listed if states[a] == cluster_pb2.REPLICA_STATE_DRAINING)
+    def _apply(self, source: str, states: States) -> None:
+        """Makes the links fit all sources together: keepers for what serves or drains, none for others."""
+        self._sets[source] = states
+        every = [pair for states in self._sets.values() for pair in states.items()]
+        listed = {address for address, state in every if address and state in (READY, DRAINING)}
+        self._draining = frozenset(address for address, state in every if state == DRAINING)
         for address in self._keepers.keys() - listed:
             self._keepers.pop(address).cancel()
         for address in sorted(listed - self._keepers.keys()):
@@ -149,10 +159,10 @@ class Pool:
                 told = reason
             except Exception:
                 log.exception("replica at %s: what it sent cannot be used", address)
-            pause = await _pause(pause)
+            pause = await backoff(pause)
 
     async def _connect(self, channel: grpc.aio.Channel, address: str) -> Link:
-        card = await fetch_card(channel, CONNECT_TIMEOUT)
+        card = await fetch_card(channel, CONNECT_TIMEOUT, self._metadata)
         async with self._card_lock:
             if self.card is None:
                 if self._on_card is not None:
@@ -160,7 +170,7 @@ class Pool:
                 self.card = card
         if card.fingerprint != self.card.fingerprint:
             raise NoReplica(f"refused: it serves {card.fingerprint}, this pool {self.card.fingerprint}")
-        return await attach(channel, address, card, self.router_id, self._incarnation, CONNECT_TIMEOUT)
+        return await attach(channel, address, card, self.router_id, self._incarnation, CONNECT_TIMEOUT, self._metadata)
 
     async def _hold(self, link: Link) -> None:
         link.draining = link.address in self._draining
@@ -172,9 +182,3 @@ class Pool:
         finally:
             self._links.pop(link.address, None)
             self._changed.set()
-
-
-async def _pause(seconds: float) -> float:
-    """Sleeps about so long, and says how long the next pause is. Spread, so that routers do not knock in step."""
-    await asyncio.sleep(seconds * random.uniform(0.7, 1.3))
-    return min(seconds * 2, LONGEST_PAUSE)

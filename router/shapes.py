@@ -29,8 +29,9 @@ class Shape:
     def __init__(self, call: Call, tokenizer: Tokenizer, response_id: str, created: int):
         self._call = call
         self._chat = call.route == CHAT
+        self._ids = call.return_ids
         self._id, self._created = response_id, created
-        self._choices = [_Choice(self._chat, tokenizer) for _ in range(call.num_choices)]
+        self._choices = [_Choice(self._chat, tokenizer, self._ids) for _ in range(call.num_choices)]
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         usage = b'"usage":null,' if call.include_usage else b""
         head = self._head(kind)[:-1] + b"," + usage + b'"choices":[{"index":'
@@ -49,13 +50,15 @@ class Shape:
     def event(self, delta: TextDelta) -> bytes:
         """What one delta is on the wire: a chunk of text, one with the reason, both or none."""
         out = b""
-        if delta.text or delta.logprobs:
+        if delta.text or delta.logprobs or (self._ids and delta.ids):
             text = orjson.dumps(delta.text)
-            if delta.logprobs is None:
+            if delta.logprobs is None and not self._ids:
                 out = self._text_heads[delta.index] + text + self._text_tail
             else:
-                logprobs = orjson.dumps(self._choices[delta.index].logprobs(delta.ids, delta.logprobs))
-                middle = text + (b"}" if self._chat else b"") + b',"logprobs":' + logprobs
+                logprobs = self._choices[delta.index].logprobs(delta.ids, delta.logprobs) if delta.logprobs else None
+                middle = text + (b"}" if self._chat else b"") + b',"logprobs":' + orjson.dumps(logprobs)
+                if self._ids:
+                    middle += b',"token_ids":' + orjson.dumps(delta.ids)
                 out = self._text_heads[delta.index] + middle + b',"finish_reason":null}]}\n\n'
         if delta.finish_reason is not None:
             empty = b',"delta":{}' if self._chat else b',"text":""'
@@ -83,8 +86,9 @@ class Shape:
 class _Choice:
     """Gathers one choice and shapes its logprobs."""
 
-    def __init__(self, chat: bool, tokenizer: Tokenizer):
+    def __init__(self, chat: bool, tokenizer: Tokenizer, return_ids: bool):
         self._chat = chat
+        self._ids: list[int] | None = [] if return_ids else None
         self._tokenizer = tokenizer
         self._texts: list[str] = []
         self._logprobs: dict[str, list[Any]] | None = None
@@ -94,6 +98,8 @@ class _Choice:
 
     def collect(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)
+        if self._ids is not None:
+            self._ids += delta.ids
         self._reason = delta.finish_reason or self._reason
         if delta.logprobs is not None:
             more = self.logprobs(delta.ids, delta.logprobs)
@@ -109,7 +115,8 @@ class _Choice:
             body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
             body = {"text": text}
-        return {"index": index, **body, "logprobs": self._logprobs, "finish_reason": self._reason}
+        ids = {} if self._ids is None else {"token_ids": self._ids}
+        return {"index": index, **body, "logprobs": self._logprobs, **ids, "finish_reason": self._reason}
 
     def logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         if self._chat:

@@ -71,9 +71,18 @@ class Tokenizer:
         """What the id stands for, control tokens by their written form; a part of a character is possible."""
         return self._bytes[id] if 0 <= id < len(self._bytes) else b""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """A plain prompt: the caller's own text, in which control tokens may be written out. At most one BOS leads."""
-        return self._with_bos(_ids(self._tokenizer, text))
+        ids = _ids(self._tokenizer, text)
+        return self._with_bos(ids) if add_bos else ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of whole ids, control tokens as they are written. What is no character becomes U+FFFD."""
+        pieces = [self.token_bytes(id) for id in ids]
+        first = next((at for at, id in enumerate(ids) if id not in self.special_ids), None)
+        if self.leading_space and first is not None:
+            pieces[first] = pieces[first].removeprefix(b" ")
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def encode_template(self, text: str) -> list[int]:
         """Rendered chat text in which every control token was written by the template."""

@@ -80,13 +80,14 @@ class Running:
     open: set[int]
 
 
-class FakeReplica:
+class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     """ReplicaService on a free port. Each step it sends one frame with the next id of every choice that runs.
 
     ``script``: ids of a choice, by (request, choice); they end with "stop" at an eos id and start again from the first
     if they run out. Options: ``delay`` seconds per step; ``stall_at`` / ``die_at`` / ``duplicate_at`` / ``skip_at`` /
-    ``fail_at``: what happens when any choice is to send its id of that number; ``reject``: the answer to every
-    submission; ``silent``: no heartbeats; ``hold``: nothing is accepted until ``release`` is called.
+    ``fail_at`` (with ``fail_code``): what happens when any choice is to send its id of that number; ``reject``: the
+    answer to every submission; ``max_num_seqs`` / ``max_waiting_requests``: what it says it takes; ``silent``: no
+    heartbeats; ``hold``: nothing is accepted until ``release`` is called.
     """
 
     def __init__(
@@ -104,18 +105,23 @@ class FakeReplica:
         duplicate_at: int | None = None,
         skip_at: int | None = None,
         fail_at: int | None = None,
+        fail_code: str | None = None,
         silent: bool = False,
         hold: bool = False,
         load: ReplicaLoad | None = None,
         per_frame: int = 1,
+        max_num_seqs: int = 0,
+        max_waiting_requests: int = 0,
     ):
         self.card = card or tiny_card()
         ids = [*encode(text), self.card.eos_ids[0]]
         self.script = script or (lambda request, choice: ids)
         self.replica_id, self.delay, self.num_cached, self.reject = replica_id, delay, num_cached, reject
         self.stall_at, self.die_at, self.fail_at = stall_at, die_at, fail_at
+        self.fail_code = fail_code
         self.duplicate_at, self.skip_at = duplicate_at, skip_at
         self.silent, self.per_frame = silent, per_frame
+        self.max_num_seqs, self.max_waiting_requests = max_num_seqs, max_waiting_requests
         self.load = load or ReplicaLoad(blocks_total=100)
         self.submissions: list[Request] = []
         self.cancels: list[int] = []
@@ -168,7 +174,13 @@ class FakeReplica:
 
     async def Attach(self, frames, context):
         self.hellos.append((await anext(aiter(frames))).hello)
-        welcome = replica_pb2.Welcome(replica_id=self.replica_id, protocol=1, fingerprint=self.card.fingerprint)
+        welcome = replica_pb2.Welcome(
+            replica_id=self.replica_id,
+            protocol=1,
+            fingerprint=self.card.fingerprint,
+            max_num_seqs=self.max_num_seqs,
+            max_waiting_requests=self.max_waiting_requests,
+        )
         await context.write(replica_pb2.AttachResponse(welcome=welcome))
         work = asyncio.Event()
         lock = asyncio.Lock()
@@ -281,6 +293,7 @@ class FakeReplica:
             finish_reason=reason,
             usage=usage,
             error="a row failed" if reason == FINISH_ERROR else None,
+            error_code=self.fail_code if reason == FINISH_ERROR else None,
         )
 
     def _close(self, handle: int, running: Running, choice: int) -> None:

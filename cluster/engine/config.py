@@ -11,6 +11,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``long_prefill_tokens``: a prompt with more left to compute than this is long: while others want to prefill too it
     takes at most this share of a step, and at most ``max_partial_prefills`` long ones are in prefill at once.
     ``max_bypasses``: how often smaller requests may pass a waiting head that lacks blocks.
+    ``max_waiting_requests`` counts choices, ``max_waiting_tokens`` what they still need computed: what comes beyond is
+    refused as overload; 0 is no limit.
     ``scheduling_policy``: "priority" or "fcfs" (a priority other than 0 is then refused).
     """
 
@@ -23,6 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_tokens: int | None = None  # None: half of the budget
     max_partial_prefills: int = 2
     max_bypasses: int = 16
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 0
     enable_prefix_caching: bool = True
     scheduling_policy: str = "priority"
     depth: int = 1
@@ -32,6 +36,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "depth"):
             if getattr(self, field) < 1:
                 raise StartupError(f"{field} is {getattr(self, field)}: it must be at least 1")
+        for field in ("max_waiting_requests", "max_waiting_tokens"):
+            if getattr(self, field) < 0:
+                raise StartupError(f"{field} is {getattr(self, field)}: 0 is no limit, less than that is nothing")
         if self.scheduling_policy not in ("priority", "fcfs"):
             raise StartupError(f"scheduling policy {self.scheduling_policy!r} is unknown: use priority or fcfs")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.cluster.engine.executor import Executor
 from paceline.cluster.engine.scheduler import Scheduler
-from paceline.proto.errors import PacelineError
+from paceline.proto.errors import PacelineError, ReplicaLost
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.request import FINISH_ERROR, Request, TokenDelta
 
@@ -42,6 +42,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rate_since = (time.monotonic(), 0)  # time and generated tokens
         self._next_load = 0.0
+        self._got_on_at: float | None = None  # when it last finished a step, or began to have work; None: it sleeps
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -58,16 +59,20 @@ class Engine:
         """Until stop(). An error of the executor or of ours ends every open request, then is raised."""
         try:
             while self._serve_inbox():
+                if expired := self.scheduler.expire(time.time()):
+                    self._publish(expired)
+                    continue  # perhaps nothing is left to do
                 if deltas := self.step():
                     self._publish(deltas)
+                self._got_on_at = time.monotonic()
                 self._snapshot()
         except BaseException as error:
             log.exception("the engine failed at step %d", self.load.step_id)
-            self._publish(self._end_all(FINISH_ERROR, f"the engine failed: {type(error).__name__}"))
+            self._publish(self._end_all(f"the engine failed: {type(error).__name__}"))
             raise
         finally:
             self._executor.close()
-        self._publish(self._end_all(FINISH_ERROR, "the replica was stopped"))
+        self._publish(self._end_all("the replica was stopped"))
 
     @property
     def _idle(self) -> bool:
@@ -82,12 +87,14 @@ class Engine:
                 if not self._idle:
                     return True
                 command = self._sleep()
+                self._got_on_at = time.monotonic()
             if command is None:
                 return False
             command()
 
     def _sleep(self) -> Callable[[], None] | None:
         """Until the next command. Idleness is told at once; if it lasts, the invariants are checked and rates fall."""
+        self._got_on_at = None
         self._snapshot(force=True)
         try:
             return self._inbox.get(timeout=IDLE_CHECK)
@@ -101,10 +108,11 @@ class Engine:
         self._snapshot(force=True)
         return self._inbox.get()
 
-    def _end_all(self, reason: str, error: str) -> list[TokenDelta]:
-        return [
-            d for request_id in self.scheduler.request_ids() for d in self.scheduler.abort(request_id, reason, error)
-        ]
+    def _end_all(self, error: str) -> list[TokenDelta]:
+        """As lost with the replica: a router may go on with them elsewhere."""
+        abort = self.scheduler.abort
+        request_ids = self.scheduler.request_ids()
+        return [d for request_id in request_ids for d in abort(request_id, FINISH_ERROR, error, ReplicaLost.code)]
 
     def _snapshot(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -137,8 +145,17 @@ class Engine:
 
         self._inbox.put(add)
 
+    @property
+    def got_on_at(self) -> float | None:
+        """Of the monotonic clock: when it last finished a step, or began to have work. None while it has none."""
+        return self._got_on_at
+
     def abort(self, request_id: str) -> None:
         self._inbox.put(lambda: self._pass_on(self.scheduler.abort(request_id)))
+
+    def lose(self, request_id: str, error: str) -> None:
+        """Ends it as lost with the replica."""
+        self._inbox.put(lambda: self._pass_on(self.scheduler.abort(request_id, FINISH_ERROR, error, ReplicaLost.code)))
 
     def finish(self, request_id: str, choice: int, num_ids: int) -> None:
         self._inbox.put(lambda: self._pass_on(self.scheduler.finish(request_id, choice, num_ids)))

@@ -14,14 +14,16 @@ This file knows nothing of text, replicas or ranks; residents.py gives seats and
 
 from collections import deque
 
+from paceline.cluster.engine import admission
 from paceline.cluster.engine.blocks import BlockPool
 from paceline.cluster.engine.config import EngineConfig
+from paceline.cluster.engine.deadlines import Deadlines
 from paceline.cluster.engine.draft import Draft
 from paceline.cluster.engine.record import Counters, StepRecord
 from paceline.cluster.engine.residents import Residents
 from paceline.cluster.engine.sequence import NO_SLOT, Sequence
 from paceline.cluster.engine.waiting import WaitingQueue
-from paceline.proto.errors import ContextLengthExceeded, InvalidRequest, KVPoolExceeded
+from paceline.proto.errors import FirstTokenTimeout, InvalidRequest, QueueTimeout
 from paceline.proto.hashing import chain
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.request import (
@@ -47,49 +49,26 @@ class Scheduler:
         self.config = config
         self.pool = pool or BlockPool(config.num_blocks)
         self.waiting = WaitingQueue()
+        self.deadlines = Deadlines()
         self.counters = Counters()
         self.residents = Residents(config.max_num_seqs, config.block_size, self.pool, self.waiting, self.counters)
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._requests: dict[str, list[Sequence]] = {}  # live choices of live requests
         self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
         self._eos = frozenset(config.eos_ids)
+        self._num_alive = 0  # choices, also those still to be forked
         self._next_arrival = 0
         self._next_step = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Queues a request. Raises RequestError, naming both numbers, for one that could never run."""
+        """Queues a request. Raises RequestError, naming both numbers, for one that could never run, and Overloaded."""
         config, params = self.config, request.params
-        num_prompt = len(request.prompt_ids)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is already running", "request_id")
-        if not num_prompt:
-            raise InvalidRequest("the prompt has no tokens", "prompt")
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
-        if request.resume and (
-            len(request.resume) != params.n
-            or any(len(ids) >= (params.max_tokens or config.max_model_len) for ids in request.resume)
-        ):
-            raise InvalidRequest("resume needs one list per choice, each shorter than max_tokens", "resume")
-        if request.priority and config.scheduling_policy == "fcfs":
-            raise InvalidRequest("this server schedules first come, first served: leave out priority", "priority")
-        room = min(config.max_model_len, config.num_blocks * config.block_size) - num_prompt
-        max_len = num_prompt + (room if params.max_tokens is None else params.max_tokens)
-        if num_prompt >= config.max_model_len or max_len > config.max_model_len:
-            raise ContextLengthExceeded(
-                f"the context holds {config.max_model_len} tokens: the prompt has {num_prompt} and max_tokens asks for "
-                f"{max(max_len - num_prompt, 1)} more",
-                "max_tokens" if num_prompt < config.max_model_len else "prompt",
-            )
-        needed = -(-max(max_len, num_prompt + 1) // config.block_size)
-        if needed > config.num_blocks:
-            raise KVPoolExceeded(
-                f"prompt and max_tokens need {needed} KV blocks of {config.block_size} tokens, the pool has "
-                f"{config.num_blocks}: send less, or start with more --num-kv-blocks",
-                "max_tokens",
-            )
+        max_len = admission.max_len(request, config)
+        admission.check_room(request, config, self._num_alive, self.waiting, self.records)
         stop_ids = frozenset() if params.ignore_eos else self._eos  # one object for all: commit reads it for every id
         if params.stop_ids:
             stop_ids = stop_ids.union(params.stop_ids)
@@ -100,8 +79,10 @@ class Scheduler:
         ]
         if not resumed:
             choices[0].num_to_fork = params.n - 1
-        self._next_arrival += 1
         self._requests[request.request_id] = choices
+        self._num_alive += params.n
+        self.deadlines.watch(request, self._next_arrival, self._requests.__contains__)
+        self._next_arrival += 1
         for seq in choices:
             if config.enable_prefix_caching and request.cache_root:
                 seq.cacheable = True
@@ -109,11 +90,31 @@ class Scheduler:
             self.waiting.join(request.tenant)
             self.waiting.push(seq)
 
-    def abort(self, request_id: str, reason: str = FINISH_ABORT, error: str | None = None) -> list[TokenDelta]:
+    def abort(
+        self, request_id: str, reason: str = FINISH_ABORT, error: str | None = None, error_code: str | None = None
+    ) -> list[TokenDelta]:
         """Ends every choice of a request, in whatever state. Unknown and finished ids give nothing."""
         deltas = []
         for seq in list(self._requests.get(request_id, ())):
-            deltas += self._end(seq, reason, error)
+            deltas += self._end(seq, reason, error, error_code)
+        return deltas
+
+    def expire(self, now_unix: float) -> list[TokenDelta]:
+        """Ends requests whose time has passed: for a first step, a first token, or as a whole. A request that has one
+        choice with the step or the token it waited for has what its deadline asked."""
+        deltas = []
+        for request_id, arrival, leaf in self.deadlines.passed(now_unix):
+            choices = self._requests.get(request_id, ())
+            if not choices or choices[0].key[1] != arrival:
+                continue  # it has ended; perhaps another one has its id
+            n = choices[0].request.params.n
+            if leaf is QueueTimeout and any(seq.started for seq in choices):
+                continue
+            # Forks, and the ends of choices, come after a first token.
+            nobody_ended = len(choices) + sum(seq.num_to_fork for seq in choices) == n
+            if leaf is FirstTokenTimeout and not (nobody_ended and all(not seq.num_generated for seq in choices)):
+                continue
+            deltas += self.abort(request_id, FINISH_ERROR, f"{leaf.code}: its time has passed", leaf.code)
         return deltas
 
     def finish(self, request_id: str, choice: int, num_ids: int) -> list[TokenDelta]:
@@ -340,11 +341,12 @@ class Scheduler:
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _end(self, seq: Sequence, reason: str, error: str | None) -> list[TokenDelta]:
+    def _end(self, seq: Sequence, reason: str, error: str | None, error_code: str | None = None) -> list[TokenDelta]:
         """Ends a choice and, where it still was to be forked, the choices that would have come out of it."""
         unborn = range(1, seq.num_to_fork + 1)
         seq.num_to_fork = 0
-        deltas = [self._finish(seq, reason, error=error)]
+        deltas = [self._finish(seq, reason, error=error, error_code=error_code)]
+        self._num_alive -= len(unborn)
         for choice in unborn:
             self._count_finish(reason)
             usage = Usage(seq.num_prompt, seq.num_cached, 0)
@@ -357,6 +359,7 @@ class Scheduler:
                     finish_reason=reason,
                     usage=usage,
                     error=error,
+                    error_code=error_code,
                 )
             )
         return deltas
@@ -371,6 +374,7 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None = None,
         num_generated: int | None = None,
         error: str | None = None,
+        error_code: str | None = None,
     ) -> TokenDelta:
         """The one way out. The sequence keeps its ids and loses everything else; its last delta says why."""
         if num_generated is None:
@@ -379,6 +383,7 @@ class Scheduler:
         if reason in (FINISH_STOP, FINISH_LENGTH):
             self.counters.discarded += max(0, spent - (seq.num_prompt + num_generated - 1))
         self.residents.leave(seq)
+        self._num_alive -= 1
         seq.finish_reason = reason
         choices = self._requests[seq.request_id]
         choices.remove(seq)
@@ -395,6 +400,7 @@ class Scheduler:
             finish_reason=reason,
             usage=Usage(seq.num_prompt, seq.num_cached, num_generated),
             error=error,
+            error_code=error_code,
         )
 
     def _count_finish(self, reason: str) -> None:
@@ -429,6 +435,7 @@ class Scheduler:
         waiting = self.waiting.all()
         alive = [seq for choices in self._requests.values() for seq in choices]
         assert sorted(s.key for s in alive) == sorted(s.key for s in self.running + waiting), "a sequence is lost"
+        assert self._num_alive == len(alive) + sum(s.num_to_fork for s in alive), "a choice is counted wrongly"
         self.residents.check(waiting, alive)
         for seq in alive:
             length = len(seq.token_ids)

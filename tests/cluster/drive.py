@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from paceline.cluster.config import ReplicaConfig
-from paceline.cluster.replica import PROTOCOL, ReplicaServer
+from paceline.cluster.replica import ReplicaServer
+from paceline.cluster.service import PROTOCOL
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.load import ReplicaLoad
@@ -100,11 +101,12 @@ async def running_replica(
     num_blocks: int = 512,
     load: Callable | None = None,
     wait: bool = True,
+    replica_id: str = "replica-t",
     **settings,
 ) -> AsyncIterator[Replica]:
     executor = executor or GatedExecutor(gate_open=True)
     loaded = (executor, card, num_blocks, "a fake")
-    server = ReplicaServer(replica_config(**settings), load or (lambda rank, on_phase: loaded), "replica-t")
+    server = ReplicaServer(replica_config(**settings), load or (lambda rank, on_phase: loaded), replica_id)
     address = await server.start()
     try:
         if wait:
@@ -125,6 +127,7 @@ class RawRouter:
         self.call = call
         self.frames: list[pb.AttachResponse] = []
         self.loads: list[ReplicaLoad] = []
+        self.told_draining = False
 
     async def send(self, **frame) -> None:
         await asyncio.wait_for(self.call.write(pb.AttachRequest(**frame)), TIMEOUT)
@@ -137,6 +140,7 @@ class RawRouter:
         frame = await asyncio.wait_for(anext(aiter(self.call), None), TIMEOUT)
         if frame is not None and frame.WhichOneof("frame") == "heartbeat":
             self.loads.append(codec.load_of(frame.heartbeat.load))
+            self.told_draining = frame.heartbeat.draining
         elif frame is not None:
             self.frames.append(frame)
         return frame
@@ -195,8 +199,10 @@ async def stepping(executor: GatedExecutor) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def attached(replica: Replica, router_id: str = "router-a", stub: ReplicaServiceStub | None = None) -> RawRouter:
-    router = RawRouter((stub or replica.stub).Attach())
+async def attached(
+    replica: Replica, router_id: str = "router-a", stub: ReplicaServiceStub | None = None, **call
+) -> RawRouter:
+    router = RawRouter((stub or replica.stub).Attach(**call))
     await router.send(hello=hello(router_id))
     await router.read_until(lambda: bool(router.frames))
     assert router.frames[0].WhichOneof("frame") == "welcome"

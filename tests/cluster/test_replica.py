@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cluster import outbox as outbox_module
 from paceline.cluster import replica as replica_module
+from paceline.cluster import service as service_module
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.errors import ContextLengthExceeded, StartupError
@@ -71,6 +72,10 @@ async def test_a_hello_is_answered_with_a_welcome_that_names_replica_and_model()
         welcome = router.frames[0].welcome
         assert (welcome.replica_id, welcome.protocol, welcome.fingerprint) == ("replica-t", 1, CARD.fingerprint)
         assert welcome.incarnation == replica.server.incarnation
+        limits = replica.server._host.limits
+        assert (welcome.max_num_seqs, limits.max_num_seqs) == (16, 16)
+        assert welcome.max_waiting_requests == limits.max_waiting_requests
+        assert welcome.max_waiting_tokens == limits.max_waiting_tokens
 
 
 @pytest.mark.parametrize(
@@ -349,7 +354,7 @@ async def test_a_load_comes_at_once_and_then_each_second():
 
 
 async def test_falling_idle_is_told_at_once_with_all_counters(monkeypatch):
-    monkeypatch.setattr(replica_module, "HEARTBEAT", 3600.0)
+    monkeypatch.setattr(service_module, "HEARTBEAT", 3600.0)
     async with running_replica() as replica:
         router = await attached(replica)
         await router.submit(1, make_request(max_tokens=9))

@@ -1,6 +1,7 @@
 """Starts `paceline serve` as a user does, and ends it. Used by the end-to-end tests and by the prover."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,8 +19,14 @@ OURS = ("raylet", "gcs_server", "ray::", "paceline serve")
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    """Below the range from which the system gives out ports: what starts meanwhile cannot be given this one."""
+    while True:
+        port = random.randint(20_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 def our_processes() -> set[int]:

@@ -38,6 +38,8 @@ requests = st.builds(
     resume=st.lists(st.lists(token, max_size=3).map(tuple), max_size=2).map(tuple),
     tenant=st.text(max_size=5),
     priority=st.integers(-1000, 1000),
+    queue_deadline=st.none() | st.floats(0, 1e10),
+    first_token_deadline=st.none() | st.floats(0, 1e10),
     deadline=st.none() | st.floats(0, 1e10),
     cache_root=st.just(b"") | st.binary(min_size=32, max_size=32),
     block_hashes=st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(tuple),
@@ -75,6 +77,7 @@ endings = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "abort", "error"]),
     usage=st.builds(Usage, st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)),
     error=st.none() | st.text(min_size=1, max_size=5),
+    error_code=st.none() | st.sampled_from(["queue_timeout", "replica_lost"]),
 )
 
 

@@ -18,7 +18,7 @@ settings.load_profile("router")
 @asynccontextmanager
 async def running_router(*replicas: str, wait: bool = True, **settings) -> AsyncIterator[httpx.AsyncClient]:
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-    config = RouterConfig(port=0, replicas=replicas, **settings)
+    config = RouterConfig(port=0, replicas=replicas, **{"drain_seconds": 0.2} | settings)
     serving = asyncio.create_task(serve_router(config, ready=url.set_result, stop=stop))
     await asyncio.wait({serving, url}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
     if not url.done():

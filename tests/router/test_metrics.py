@@ -1,5 +1,6 @@
 import math
 
+from paceline.proto.errors import Overloaded
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.request import Usage
 from paceline.router.metrics import Metrics
@@ -7,7 +8,8 @@ from tests.fakes import FakeReplica, tiny_card
 from tests.router.conftest import until
 
 NAMES = {
-    "paceline_engine_requests_running", "paceline_engine_requests_waiting", "paceline_engine_kv_blocks_used",
+    "paceline_engine_requests_running", "paceline_engine_requests_waiting", "paceline_engine_queued_tokens",
+    "paceline_engine_kv_blocks_used",
     "paceline_engine_kv_blocks_total", "paceline_engine_cached_prompt_tokens_total",
     "paceline_engine_prompt_tokens_total", "paceline_engine_generation_tokens_total",
     "paceline_engine_computed_tokens_total", "paceline_engine_recomputed_tokens_total",
@@ -16,7 +18,9 @@ NAMES = {
 ROUTER_NAMES = {
     "paceline_router_requests_total", "paceline_router_in_flight", "paceline_router_ttft_seconds_count",
     "paceline_router_itl_seconds_count", "paceline_router_e2e_seconds_count", "paceline_router_tokens_total",
-    "paceline_router_replicas_ready",
+    "paceline_router_replicas_ready", "paceline_router_open_choices", "paceline_router_shed_total",
+    "paceline_router_moved_total", "paceline_router_broken_streams_total",
+    "paceline_router_replica_ready",
 }  # fmt: skip
 
 
@@ -32,17 +36,20 @@ def values(raw: bytes) -> dict[str, float]:
 
 def test_engine_metrics_carry_the_agreed_names_and_the_replicas_values():
     load = ReplicaLoad(
-        running=1, waiting=2, blocks_used=3, blocks_total=4, prompt_tokens_total=5, cached_prompt_tokens_total=6,
+        running=1, waiting=2, queued_tokens=12, blocks_used=3, blocks_total=4, prompt_tokens_total=5,
+        cached_prompt_tokens_total=6,
         generation_tokens_total=7, computed_tokens_total=8, recomputed_tokens_total=9, preemptions_total=10,
         block_copies_total=11,
     )  # fmt: skip
     got = values(Metrics(lambda: [Link("a", load), Link("b", ReplicaLoad(), usable=False)]).render())
     mine = {name.split("{")[0]: value for name, value in got.items() if 'replica_id="a"' in name}
+    assert mine.pop("paceline_router_replica_ready") == 1
     assert set(mine) == NAMES
     assert mine["paceline_engine_cached_prompt_tokens_total"] == 6
-    assert sorted(mine.values()) == list(map(float, range(1, 12)))
+    assert sorted(mine.values()) == list(map(float, range(1, 13)))
     assert 'paceline_engine_requests_running{model_name="tiny",replica_id="b"}' in got
     assert got["paceline_router_replicas_ready"] == 1
+    assert got['paceline_router_replica_ready{model_name="tiny",replica_id="b"}'] == 0
 
 
 async def test_what_a_request_did_is_counted(router):
@@ -52,19 +59,25 @@ async def test_what_a_request_did_is_counted(router):
             body = {"prompt": [5, 6], "n": 4, "max_tokens": 8, "ignore_eos": True, "stream": stream}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": 5})).status_code == 400
+        fake.fail_at = 1
+        broken = await http.post("/v1/completions", json={"prompt": "x", "stream": True})
+        fake.fail_at, fake.reject = None, Overloaded("full")
+        assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 429
+        assert "error" in broken.text
 
         async def told():
             return 'replica_id="fake-0"} 77.0' in (await http.get("/metrics")).text
 
         await until(told)
         got = values((await http.get("/metrics")).content)
-    assert {name.split("{")[0] for name in got} >= NAMES | ROUTER_NAMES
-    assert got['paceline_router_requests_total{code="200",route="completions"}'] == 2
+    suffixes = ("_bucket", "_sum", "_created")
+    assert {name.split("{")[0] for name in got if not name.split("{")[0].endswith(suffixes)} == NAMES | ROUTER_NAMES
+    assert got['paceline_router_requests_total{code="200",route="completions"}'] == 3
     assert got['paceline_router_requests_total{code="400",route="completions"}'] == 1
     assert got['paceline_router_tokens_total{kind="prompt"}'] == 4
     assert got['paceline_router_tokens_total{kind="cached"}'] == 32
     assert got['paceline_router_tokens_total{kind="generated"}'] == 64
-    assert got['paceline_router_ttft_seconds_count{route="completions"}'] == 2
+    assert got['paceline_router_ttft_seconds_count{route="completions"}'] == 3
     assert got['paceline_router_itl_seconds_count{route="completions"}'] > 0
 
 

@@ -3,13 +3,12 @@ import asyncio
 import grpc.aio
 import pytest
 
-from paceline.proto import cluster_pb2, cluster_pb2_grpc
-from paceline.proto.errors import KVPoolExceeded, NoReplica, ReplicaLost
+from paceline.proto import cluster_pb2, cluster_pb2_grpc, replica_pb2_grpc
+from paceline.proto.errors import KVPoolExceeded, NoReplica, ReplicaLost, StartupError
 from paceline.proto.load import ReplicaLoad
 from paceline.proto.request import Request, SamplingParams
-from paceline.router import link, pool
-from paceline.router.link import Mailbox
-from paceline.router.policies import least_loaded
+from paceline.router import link, sources
+from paceline.router.mailbox import Mailbox
 from paceline.router.pool import Pool
 from tests.fakes import FakeReplica, encode, tiny_card
 from tests.router.conftest import until
@@ -138,7 +137,7 @@ async def test_a_silent_replica_counts_as_lost(monkeypatch):
 async def test_a_replica_of_another_model_is_refused(caplog):
     async with FakeReplica() as first, FakeReplica(card=tiny_card(fingerprint="other")) as second:
         made = await ready_pool(first)
-        made._apply(dict.fromkeys((first.address, second.address), cluster_pb2.REPLICA_STATE_READY))
+        made._apply("fixed", dict.fromkeys((first.address, second.address), cluster_pb2.REPLICA_STATE_READY))
         await until(lambda: "refused" in caplog.text)
         assert [link.address for link in made.links] == [first.address]
         assert made.card.fingerprint == "tiny-1"
@@ -220,23 +219,6 @@ async def test_the_controllers_set_is_followed_and_kept_when_it_dies():
         await controller.server.stop(None)
 
 
-class Replica:
-    def __init__(self, replica_id, in_flight=0, **load):
-        self.replica_id, self.in_flight, self.load = replica_id, in_flight, ReplicaLoad(**load)
-
-
-def test_least_loaded_goes_by_choices_ahead_then_tokens_then_id():
-    def pick(*replicas):
-        both = {least_loaded(list(order), request()).replica_id for order in (replicas, replicas[::-1])}
-        assert len(both) == 1, "the order of the list must not matter"
-        return both.pop()
-
-    assert pick(Replica("a", 2), Replica("b", 1)) == "b"
-    assert pick(Replica("a", 0, running=4, waiting=1), Replica("b", 3)) == "b"
-    assert pick(Replica("a", 1, queued_tokens=900), Replica("b", 1, queued_tokens=10)) == "b"
-    assert pick(Replica("b"), Replica("a")) == "a"
-
-
 async def test_load_spreads_over_replicas():
     async with FakeReplica(replica_id="a", stall_at=0) as a, FakeReplica(replica_id="b", stall_at=0) as b:
         made = await ready_pool(a, b)
@@ -247,4 +229,93 @@ async def test_load_spreads_over_replicas():
 
 
 def test_pauses_between_attempts_are_bounded():
-    assert pool.FIRST_PAUSE < pool.LONGEST_PAUSE <= 5
+    assert sources.FIRST_PAUSE < sources.LONGEST_PAUSE <= 5
+
+
+async def test_sources_add_up_and_draining_wins():
+    async with FakeReplica(replica_id="a") as a, FakeReplica(replica_id="b") as b:
+        made = await ready_pool(a)
+        made._apply("controller", {b.address: READY, a.address: LOADING})
+        await until(lambda: {link.replica_id for link in made.usable} == {"a", "b"})
+        made._apply("controller", {b.address: READY, a.address: DRAINING})
+        assert [link.replica_id for link in made.usable] == ["b"]
+        made._apply("controller", {})
+        await until(lambda: [link.replica_id for link in made.usable] == ["a"])
+        await made.close()
+
+
+async def test_a_name_brings_all_its_addresses_and_is_looked_up_again(monkeypatch, caplog):
+    monkeypatch.setattr(sources, "RESOLVE_EVERY", 0.05)
+    async with FakeReplica(replica_id="a") as a, FakeReplica(replica_id="b") as b:
+        port, other = (int(fake.address.split(":")[1]) for fake in (a, b))
+        answers = {"hosts": ["127.0.0.1"]}
+
+        async def getaddrinfo(host, port, **_):
+            assert host == "replicas.test"
+            if not answers["hosts"]:
+                raise OSError("no such name")
+            return [(2, 1, 6, "", (address, port)) for address in answers["hosts"]]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        made = Pool(name=f"replicas.test:{port}", replicas=(f"127.0.0.1:{other}",))
+        await made.start()
+        await until(lambda: {link.replica_id for link in made.usable} == {"a", "b"})
+        answers["hosts"] = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+        await until(lambda: f"127.0.0.3:{port}" in made._keepers)
+        answers["hosts"] = []
+        await until(lambda: "cannot be resolved" in caplog.text)
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("cannot be resolved") == 1
+        assert f"127.0.0.3:{port}" in made._keepers
+        answers["hosts"] = ["127.0.0.1"]
+        await until(lambda: len(made._keepers) == 2)
+        await made.close()
+
+
+async def test_localhost_is_found_by_the_real_resolver():
+    async with FakeReplica() as fake:
+        made = Pool(name=f"localhost:{fake.address.split(':')[1]}")
+        await made.start()
+        await asyncio.wait_for(made.wait_ready(), 5)
+        await made.close()
+
+
+@pytest.mark.parametrize("name", ["replicas", "replicas:", ":8000", "replicas:0", "replicas:http"])
+def test_a_name_without_a_port_is_refused(name):
+    with pytest.raises(StartupError, match="NAME:PORT"):
+        Pool(name=name)
+
+
+async def test_a_replica_that_is_full_is_passed_over_while_another_has_room():
+    limits = {"stall_at": 0, "max_num_seqs": 1, "max_waiting_requests": 1}
+    async with FakeReplica(replica_id="a", **limits) as a, FakeReplica(replica_id="b", **limits) as b:
+        made = await ready_pool(a, b, policy=lambda replicas, _: min(replicas, key=lambda r: r.replica_id))
+        assert [link.capacity for link in made.links] == [2, 2]
+        for at in range(5):
+            await made.submit(request(str(at)), Mailbox()).accepted
+        assert (len(a.submissions), len(b.submissions)) == (3, 2)
+        await made.close()
+
+
+async def test_the_token_is_shown_to_controller_and_replicas():
+    seen = []
+
+    class Guard(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, details):
+            seen.append((details.method.rsplit("/", 1)[1], dict(details.invocation_metadata).get("authorization")))
+            return await continuation(details)
+
+    controller = Controller()
+    controller.server = grpc.aio.server(interceptors=[Guard()])
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(controller, controller.server)
+    replica_pb2_grpc.add_ReplicaServiceServicer_to_server(fake := FakeReplica(), controller.server)
+    address = f"127.0.0.1:{controller.server.add_insecure_port('127.0.0.1:0')}"
+    await controller.server.start()
+    controller.sets.put_nowait([(address, READY)])
+    made = Pool(controller=address, token="secret")
+    await made.start()
+    await asyncio.wait_for(made.wait_ready(), 5)
+    assert sorted(seen) == [(name, "Bearer secret") for name in ("Attach", "GetModel", "WatchReplicas")]
+    await made.close()
+    await controller.server.stop(None)
+    assert fake.hellos

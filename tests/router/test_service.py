@@ -1,14 +1,28 @@
 import asyncio
-from contextlib import asynccontextmanager
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import tokenizers
 
 from paceline.proto import hashing
-from paceline.proto.errors import ContextLengthExceeded, InvalidRequest, NoReplica, ReplicaLost, SequenceFault
+from paceline.proto.errors import (
+    BY_CODE,
+    ContextLengthExceeded,
+    FirstTokenTimeout,
+    InvalidRequest,
+    NoReplica,
+    Overloaded,
+    QueueTimeout,
+    ReplicaLost,
+    RequestTimeout,
+    SequenceFault,
+)
+from paceline.router import generation as generation_module
 from paceline.router import service as service_module
 from paceline.router.config import RouterConfig
 from paceline.router.fields import CHAT, COMPLETIONS
+from paceline.router.limits import Deadlines
 from paceline.router.openai import parse
 from paceline.router.pool import Pool
 from paceline.router.service import Service
@@ -20,13 +34,15 @@ CONFIG = RouterConfig()
 
 
 @asynccontextmanager
-async def serving(fake):
-    async with fake:
+async def serving(*fakes, config=CONFIG, **hooks):
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake)
         service = None
-        pool = Pool(replicas=(fake.address,), on_card=lambda card: service.load(card))
-        service = Service(pool, CONFIG)
+        pool = Pool(replicas=tuple(fake.address for fake in fakes), on_card=lambda card: service.load(card))
+        service = Service(pool, config, **hooks)
         await pool.start()
-        await asyncio.wait_for(pool.wait_ready(), 5)
+        await until(lambda: len(pool.usable) == len(fakes))
         yield service
         await pool.close()
 
@@ -35,10 +51,10 @@ def completion(card=None, **body):
     return parse(COMPLETIONS, {"prompt": "hi"} | body, card or tiny_card(), CONFIG)
 
 
-async def run(service, call):
+async def run(service, call, deadlines=None):
     """Texts and reasons per choice, and usage."""
     texts, reasons = [""] * call.num_choices, [None] * call.num_choices
-    async with service.open(call) as generation:
+    async with service.open(call, deadlines) as generation:
         async for batch in generation.deltas():
             assert batch
             for delta in batch:
@@ -108,7 +124,7 @@ async def test_one_choice_may_stop_while_the_others_go_on():
 
 
 async def test_usage_does_not_wait_for_ever_for_an_ending(monkeypatch):
-    monkeypatch.setattr(service_module, "ENDING_WAIT", 0.05)
+    monkeypatch.setattr(generation_module, "ENDING_WAIT", 0.05)
     fake = FakeReplica(text="one two three", delay=0.002)
 
     async def deaf(*_):
@@ -221,3 +237,107 @@ async def test_without_a_template_chat_is_refused():
 async def test_before_any_replica_there_is_no_model():
     with pytest.raises(NoReplica):
         _ = Service(Pool(), CONFIG).model
+
+
+# -- the gate, the clock, and a replica that is lost -------------------------------------------------------------------
+
+
+async def test_who_is_refused_is_refused_before_anything_is_tokenized(monkeypatch):
+    shed = []
+    fake = FakeReplica(stall_at=0, max_num_seqs=2, max_waiting_requests=4)
+    async with serving(fake, on_shed=shed.append) as service:
+        calls = [asyncio.create_task(run(service, completion())) for _ in range(4)]
+        await until(lambda: len(fake.submissions) == 4)
+        monkeypatch.setattr(service_module, "_requests", None)  # whoever calls it fails
+        for call in (completion(n=3), completion(prompt=["a", "b", "c"])):
+            with pytest.raises(Overloaded) as caught:
+                await run(service, call)
+            assert caught.value.retry_after >= 1
+        assert shed == ["overloaded"] * 2
+        monkeypatch.undo()
+        calls.append(asyncio.create_task(run(service, completion(n=2))))
+        await until(lambda: len(fake.submissions) == 5)
+        assert service.gate.num_open == 6
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert service.gate.num_open == 0
+
+
+async def test_deadlines_go_down_with_the_request():
+    async with serving(fake := FakeReplica(), config=RouterConfig(queue_timeout=5)) as service:
+        before = time.time()
+        await run(service, completion())
+        [sent] = fake.submissions
+        assert before + 5 <= sent.queue_deadline <= time.time() + 5
+        assert sent.first_token_deadline is None
+        assert before + 1800 <= sent.deadline <= time.time() + 1800
+        async with service.open(completion(), Deadlines(first_token=7e9)):
+            pass
+        sent = fake.submissions[-1]
+        assert (sent.queue_deadline, sent.first_token_deadline, sent.deadline) == (None, 7e9, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "deadlines", "leaf"),
+    [
+        ({"hold": True}, {"queue": 0.2, "end": 0.5}, QueueTimeout),
+        ({"hold": True}, {"first_token": 0.2}, FirstTokenTimeout),
+        ({"stall_at": 2}, {"queue": 0.1, "end": 0.2}, RequestTimeout),
+    ],
+)
+async def test_a_replica_that_does_not_keep_the_times_does_not_hold_the_client(options, deadlines, leaf, monkeypatch):
+    monkeypatch.setattr(service_module, "END_SLACK", 0.1)
+    async with serving(fake := FakeReplica(**options)) as service:
+        times = Deadlines(**{name: time.time() + seconds for name, seconds in deadlines.items()})
+        with pytest.raises(leaf):
+            await run(service, completion(), times)
+        await until(lambda: fake.cancels)
+        assert service.gate.num_open == 0
+
+
+@pytest.mark.parametrize("options", [{"die_at": 0}, {"reject": Overloaded("full")}, {"reject": NoReplica("draining")}])
+async def test_a_prompt_of_which_nothing_came_moves_to_another_replica(options):
+    moved = []
+    bad, good = FakeReplica(replica_id="a", **options), FakeReplica(replica_id="b")
+    async with serving(bad, good, on_move=moved.append) as service:
+        texts, reasons, _ = await run(service, completion(n=2))
+        assert (texts, reasons) == (["Hello world."] * 2, ["stop"] * 2)
+        assert (len(bad.submissions), len(good.submissions)) == (1, 1)
+        assert good.submissions[0].attempt == ("die_at" in options)
+        assert good.submissions[0].params.seed == bad.submissions[0].params.seed
+        assert moved == [1]
+
+
+async def test_an_engine_that_dies_tells_so_and_its_prompts_move():
+    bad, good = FakeReplica(replica_id="a", fail_at=0, fail_code="replica_lost"), FakeReplica(replica_id="b")
+    async with serving(bad, good) as service:
+        assert (await run(service, completion(n=3)))[0] == ["Hello world."] * 3
+
+
+async def test_what_has_begun_does_not_move_and_a_prompt_that_loses_replicas_moves_once():
+    begun, spare = FakeReplica(replica_id="a", die_at=2), FakeReplica(replica_id="b")
+    async with serving(begun, spare) as service:
+        with pytest.raises(ReplicaLost):
+            await run(service, completion())
+        assert spare.submissions == []
+    deadly = [FakeReplica(replica_id=name, die_at=0) for name in "abc"]
+    async with serving(*deadly) as service:
+        with pytest.raises(ReplicaLost):
+            await run(service, completion())
+        assert sum(len(fake.submissions) for fake in deadly) == 2
+
+
+async def test_refusals_are_tried_everywhere_and_the_last_word_is_theirs():
+    full = [FakeReplica(replica_id=name, reject=Overloaded("full", retry_after=3)) for name in "abc"]
+    async with serving(*full) as service:
+        with pytest.raises(Overloaded):
+            await run(service, completion())
+        assert [len(fake.submissions) for fake in full] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("code", ["queue_timeout", "first_token_timeout", "request_timeout", "sequence_fault", None])
+async def test_an_ending_carries_its_leaf(code):
+    async with serving(FakeReplica(fail_at=0, fail_code=code)) as service:
+        with pytest.raises(BY_CODE[code or "sequence_fault"]):
+            await run(service, completion())

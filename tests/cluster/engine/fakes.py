@@ -120,6 +120,9 @@ def make_request(
     tenant: str = "",
     priority: int = 0,
     resume: tuple = (),
+    queue_deadline: float | None = None,
+    first_token_deadline: float | None = None,
+    deadline: float | None = None,
     **params,
 ) -> Request:
     """``prompt`` as a length makes ids that no other request id shares."""
@@ -134,13 +137,22 @@ def make_request(
         resume=resume,
         tenant=tenant,
         priority=priority,
+        queue_deadline=queue_deadline,
+        first_token_deadline=first_token_deadline,
+        deadline=deadline,
         cache_root=root,
         block_hashes=hashing.prompt_hashes(root, prompt, BLOCK) if named else (),
     )
 
 
 def make_scheduler(num_blocks: int = 64, *, free_ids=None, **config) -> Scheduler:
-    defaults = {"block_size": BLOCK, "max_model_len": 2048, "max_num_seqs": 16, "check": True}
+    defaults = {
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_waiting_requests": 0,
+        "check": True,
+    }
     pool = BlockPool(num_blocks, free_ids)
     return Scheduler(EngineConfig(num_blocks=num_blocks, **(defaults | config)), pool)
 

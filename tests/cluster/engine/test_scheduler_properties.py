@@ -1,5 +1,6 @@
-"""Hypothesis drives scheduler and pool through arrivals, aborts, forks, stops, faults and shortage, with results
-outstanding; ``check()`` runs after every commit and the fake executor verifies every position that a row reads."""
+"""Hypothesis drives scheduler and pool through arrivals, aborts, deadlines, forks, stops, faults and shortage, with
+results outstanding; ``check()`` runs after every commit and the fake executor verifies every position that a row reads.
+"""
 
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.proto.request import FINISH_LENGTH, FINISH_STOP
+from paceline.proto.request import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from tests.cluster.engine.fakes import Drive, FakeExecutor, make_request, make_scheduler, scripted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,6 +24,7 @@ requests = st.fixed_dictionaries(
         "priority": st.integers(0, 2),
         "tenant": st.sampled_from(["", "a", "b"]),
         "stops": st.booleans(),
+        "deadlines": st.tuples(*[st.none() | st.integers(1, 6)] * 3),  # queue, first token, end
     }
 )
 events = st.one_of(
@@ -30,6 +32,7 @@ events = st.one_of(
     st.tuples(st.just("step"), st.none()),
     st.tuples(st.just("submit"), st.none()),
     st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("expire"), st.integers(0, 7)),
     st.tuples(st.just("finish"), st.tuples(st.integers(0, 30), st.integers(0, 3))),
 )
 configs = st.fixed_dictionaries(
@@ -50,6 +53,7 @@ def build(index: int, asked: dict):
     own = [1000 + 97 * index + i for i in range(asked["prompt"])]
     prompt = (prefix + own)[:100]
     stop_ids = (scripted(tuple(prompt), 0, len(prompt) + 3),) if asked["stops"] else ()
+    queue, first_token, end = asked.get("deadlines", (None, None, None))
     return make_request(
         f"r{index}",
         prompt,
@@ -58,6 +62,9 @@ def build(index: int, asked: dict):
         priority=asked["priority"],
         tenant=asked["tenant"],
         stop_ids=stop_ids,
+        queue_deadline=queue,
+        first_token_deadline=first_token,
+        deadline=end,
     )
 
 
@@ -74,7 +81,7 @@ def natural_ids(request, choice: int) -> list[int]:
 def play(config: dict, script: list) -> Drive:
     """Runs a script of events to the end; every promise is checked on the way and at the end."""
     d = Drive(make_scheduler(max_model_len=144, **config), FakeExecutor())
-    added, cut = {}, set()
+    added, cut, now = {}, set(), 0
     for kind, detail in script:
         if kind == "add":
             request = build(len(added), detail)
@@ -84,6 +91,9 @@ def play(config: dict, script: list) -> Drive:
             d.step()
         elif kind == "submit":
             d.submit()
+        elif kind == "expire":
+            now = max(now, detail)
+            cut |= expire(d, now)
         elif kind == "abort":
             cut.add(f"r{detail}")
             d.take(d.scheduler.abort(f"r{detail}"))
@@ -96,6 +106,27 @@ def play(config: dict, script: list) -> Drive:
     d.run(20_000)
     finish(d, added, cut)
     return d
+
+
+def expire(d: Drive, now: int) -> set[str]:
+    """Ids of the requests that this ended: each with the right leaf, and uncomputed if it never began."""
+    begun = {id for id, choices in d.scheduler._requests.items() if any(seq.started for seq in choices)}
+    told = {id for (id, _), ids in d.emitted.items() if ids}
+    deltas = d.scheduler.expire(now)
+    d.take(deltas)
+    for delta in deltas:
+        assert delta.finish_reason == FINISH_ERROR
+        assert delta.error_code in ("queue_timeout", "first_token_timeout", "request_timeout")
+        if delta.error_code == "queue_timeout":
+            assert delta.request_id not in begun
+        if delta.error_code == "first_token_timeout":
+            assert delta.request_id not in told
+    for choices in d.scheduler._requests.values():
+        request = choices[0].request
+        assert request.deadline is None or request.deadline > now
+        assert request.queue_deadline is None or request.queue_deadline > now or request.request_id in begun
+        assert request.first_token_deadline is None or request.first_token_deadline > now or request.request_id in told
+    return {delta.request_id for delta in deltas}
 
 
 def finish(d: Drive, added: dict, cut: set) -> None:

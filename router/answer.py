@@ -1,0 +1,164 @@
+"""One call over HTTP, from a well-formed `Call` to the last byte: streamed or whole, and how it ends if it must.
+
+Errors before the first byte are real statuses in OpenAI's envelope. After it, one error event ends a stream, and no
+`[DONE]`. A client that closes its connection ends what it asked for, in whatever state that is; one that does not read
+loses its connection.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.proto.errors import Cancelled, InternalError, PacelineError
+from paceline.router import shapes
+from paceline.router.fields import CHAT
+from paceline.router.generation import Generation
+from paceline.router.limits import Deadlines
+from paceline.router.metrics import Metrics
+from paceline.router.openai import Call
+from paceline.router.service import Service
+from paceline.router.transport import ABORT
+
+log = logging.getLogger("paceline.router")
+
+FAIL_WAIT = 5.0  # seconds that an error event waits for a client that does not read
+_HEADER_SAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # no spaces, no commas
+_MAX_IGNORED = 20  # names in the header
+
+
+class Answer(Response):
+    """Runs the call when the server wants the answer, streamed or whole, watching the connection all the while."""
+
+    def __init__(self, call: Call, deadlines: Deadlines, service: Service, metrics: Metrics, request_id: str):
+        self.background = None
+        self._call = call
+        self._deadlines = deadlines
+        self._service = service
+        self._metrics = metrics
+        self._request_id = request_id
+        self._began = time.perf_counter()
+        self._started = False  # headers are out
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not await while_connected(receive, self._run(send, scope.get(ABORT))):
+            log.info("request %s: the client closed the connection", self._request_id)
+
+    async def _run(self, send: Send, abort: Callable[[], None] | None) -> None:
+        try:
+            async with self._service.open(self._call, self._deadlines) as generation:
+                prefix = "chatcmpl-" if self._call.route == CHAT else "cmpl-"
+                tokenizer = generation.model.tokenizer
+                shape = shapes.Shape(self._call, tokenizer, prefix + secrets.token_hex(12), int(time.time()))
+                await (self._stream if self._call.stream else self._whole)(generation, shape, send)
+        except PacelineError as error:
+            await self._end(error, send, abort)
+        except Exception:
+            log.exception("request %s failed", self._request_id)
+            failure = InternalError(f"internal error; request id {self._request_id}")
+            await self._end(failure, send, abort)
+
+    async def _end(self, error: PacelineError, send: Send, abort: Callable[[], None] | None) -> None:
+        """Says why, to a client that reads; cuts the connection to one that does not."""
+        stuck = isinstance(error, Cancelled)
+        if stuck:
+            log.warning("request %s: cancelled: %s", self._request_id, error)
+            self._metrics.broke(error.code)
+        else:
+            try:
+                async with asyncio.timeout(FAIL_WAIT):
+                    await self._fail(error, send)
+            except TimeoutError:
+                stuck = True
+        if stuck and abort is not None:
+            abort()
+
+    async def _whole(self, generation: Generation, shape: shapes.Shape, send: Send) -> None:
+        first = True
+        async for batch in generation.deltas():
+            if first:
+                self._metrics.first_text(self._call.route, time.perf_counter() - self._began)
+                first = False
+            for delta in batch:
+                shape.collect(delta)
+        usage = await generation.usage()
+        self._metrics.finished(usage)
+        await self._send_json(200, shape.whole(usage), send)
+
+    async def _stream(self, generation: Generation, shape: shapes.Shape, send: Send) -> None:
+        """Headers wait for the first news, so that whatever goes wrong before is a status and not a broken stream."""
+        gaps: list[float] = []
+        last = self._began
+        async for batch in generation.deltas():
+            now = time.perf_counter()
+            if self._started:
+                gaps.append(now - last)
+                body = b"".join([shape.event(delta) for delta in batch])
+            else:
+                self._metrics.first_text(self._call.route, now - last)
+                await self._start(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")], send)
+                body = shape.opening() + b"".join([shape.event(delta) for delta in batch])
+            last = now
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        usage = await generation.usage()
+        self._metrics.gaps(self._call.route, gaps)
+        self._metrics.finished(usage)
+        body = shape.usage_event(usage) if self._call.include_usage else b""
+        await send({"type": "http.response.body", "body": body + shapes.DONE, "more_body": False})
+
+    async def _fail(self, error: PacelineError, send: Send) -> None:
+        if not self._started:
+            await self._send_json(error.http_status, shapes.error_of(error), send, retry_after(error))
+            return
+        log.warning("request %s: stream broken: %s", self._request_id, error.code)
+        self._metrics.broke(error.code)
+        body = b"data: " + shapes.error_of(error) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_json(
+        self, status: int, body: bytes, send: Send, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, b"application/json", [length, *(headers or [])], send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+        headers = [(b"content-type", content_type), *headers]
+        if self._call.ignored:
+            names = [_HEADER_SAFE.sub("?", name)[:64] for name in self._call.ignored[:_MAX_IGNORED]]
+            headers.append((b"x-paceline-ignored-fields", ", ".join(names).encode()))
+        self._started = True
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Runs ``work`` until it ends or the client is gone; then it is cancelled. False if the client was gone."""
+    running = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            return False
+        await running
+        return True
+    finally:
+        running.cancel()
+        gone.cancel()
+        await asyncio.gather(running, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def retry_after(error: PacelineError) -> list[tuple[bytes, bytes]]:
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", str(max(1, round(error.retry_after))).encode())]

@@ -1,0 +1,144 @@
+"""How a command's process lives: what it starts in which order, what signals do, and how it ends, leaving nothing.
+
+It takes frozen configs and knows no flags. Ray and torch come in where they are needed, not when this is imported.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+
+log = logging.getLogger("paceline")
+
+
+def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None:
+    """Cluster first, then the port: nothing listens before a replica serves."""
+    _prepare_ray(cluster_config)
+    from paceline.cluster.launch import Cluster
+
+    cluster = Cluster(cluster_config)
+    try:
+        with _interruptible(), console.status("starting Ray") as shown:
+            address, loaded = cluster.start(lambda states: shown.update(_progress_line(states)))
+        for line in loaded:
+            log.info(line)
+        router_config = msgspec.structs.replace(router_config, controller=address)
+        uvloop.run(route(router_config, cluster_config.replica.rank.served_model_name))
+    except KeyboardInterrupt:
+        log.info("interrupted")
+    finally:
+        with _uninterruptible():
+            cluster.stop()
+    log.info("stopped")
+
+
+def run(running: Coroutine[Any, Any, int]) -> None:
+    """Runs to the end; its status is the process's."""
+    code = uvloop.run(running)
+    log.info("stopped")
+    if code:
+        raise typer.Exit(code)
+
+
+def run_controller(config: Any) -> None:
+    _prepare_ray(config)
+    from paceline.cluster.run import run_controller as running
+
+    run(running(config, ready=lambda address: log.info("controller listens on %s", address)))
+
+
+def run_replica(config: Any) -> None:
+    from paceline.cluster.run import run_replica as running
+
+    listening = "replica listens on %s and loads"
+    run(
+        running(
+            config,
+            listening=lambda address: log.info(listening, address),
+            ready=lambda address: log.info("replica at %s is ready", address),
+        )
+    )
+
+
+async def route(config: Any, model_name: str | None = None) -> int:
+    """A router, until it is told to stop. Nothing is greeted without a name: the model may not be known yet."""
+    from paceline.router.app import serve_router
+
+    def greet(url: str) -> None:
+        log.info("listening on %s", url)
+        if model_name:
+            _greet(url, model_name)
+
+    stop, now = _told()
+    await serve_router(config, ready=greet, stop=stop, now=now)
+    return 0
+
+
+def _told() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGINT or SIGTERM: stop, and stop now. A third ends the process, whatever
+    hangs."""
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        if now.is_set():
+            os._exit(130)
+        if stop.is_set():
+            now.set()
+        else:
+            log.info("stopping: what runs may finish; once more ends it")
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, tell)
+    return stop, now
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM interrupts a blocking start as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _uninterruptible() -> Iterator[None]:
+    """Impatience must not leave processes behind."""
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _prepare_ray(config: Any) -> None:
+    """What Ray reads when it is imported. A token for this run: Ray's ports run code for whoever may speak to them."""
+    if not config.ray_address:
+        local = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ |= local
+
+
+def _progress_line(states: dict[str, str]) -> str:
+    return ", ".join(f"{name} {state}" for name, state in states.items()) or "starting"
+
+
+def _greet(url: str, model_name: str) -> None:
+    body = {"model": model_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    print(f"paceline serves {model_name} on {url}")
+    print(f"try:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'")
+    sys.stdout.flush()
