@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import grpc.aio
 import httpx
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.proto import inference_pb2 as pb
@@ -128,19 +128,13 @@ async def test_a_port_that_is_taken_is_one_sentence(router):
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory) -> Path:
-    """An authority, and what it signed for a server and a client: ca, server, client, each .pem and .key."""
-    folder = tmp_path_factory.mktemp("pki")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl(*new, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
+    """An authority, and what it signed for a server and a client: ca.pem, and each .pem and .key."""
+    folder, authority = tmp_path_factory.mktemp("pki"), trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
     for name in ("server", "client"):
-        openssl(*new, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+        signed = authority.issue_cert("localhost", "127.0.0.1", common_name=name)
+        signed.cert_chain_pems[0].write_to_path(str(folder / f"{name}.pem"))
+        signed.private_key_pem.write_to_path(str(folder / f"{name}.key"))
     return folder
 
 
