@@ -90,7 +90,7 @@ def decide(life: Life, sight: Sight, now: float, rules: Rules) -> tuple[Life, Ac
     state = sight.report.state if sight.report else ""
     if state == "drained":
         return _dead(life, "drained", now, on_purpose=True), Action.END
-    if now - sight.heard_at > (limit := _patience(life, rules)):
+    if now - sight.heard_at > (limit := _patience(life, state, rules)):
         return _dead(life, f"silent for {limit:.0f} s", now), Action.END
     if sight.leaving and state and state not in ("ready", "draining"):  # one not heard yet may serve
         return _dead(life, "wanted no more", now, on_purpose=True), Action.END
@@ -114,8 +114,9 @@ def _without_process(life: Life, sight: Sight, now: float, rules: Rules) -> tupl
     return replace(life, reason=f"cannot place: {sight.shortage}" if late else ""), Action.PLACE
 
 
-def _patience(life: Life, rules: Rules) -> float:
-    if life.state in (State.READY, State.DRAINING):
+def _patience(life: Life, reported: str, rules: Rules) -> float:
+    """One that has said that it serves must go on saying so, whatever it was taken for before."""
+    if life.state in (State.READY, State.DRAINING) or reported in (State.READY, State.DRAINING):
         return rules.silence
     return max(rules.silence, START_SILENCE)
 

@@ -155,7 +155,7 @@ sights = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(sights, st.floats(0, 100)), max_size=20))
 def test_whatever_is_seen_there_is_an_answer_and_it_is_consistent(history):
     current, now = life(), NOW
