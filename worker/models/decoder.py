@@ -67,8 +67,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm: each half reads a normalised copy and is added to the residual stream.
 
-    The stream is fp32 whatever the weights are: sixty additions in bf16 were seen to move logits by 0.1, to keep it
-    wide costs 3 % of a step.
+    The stream is fp32 whatever the weights are: with sixty additions in bf16 the two best logits of one prompt came out
+    0.01 apart, with fp32 0.06, where they are 0.08 apart.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, **factory):
