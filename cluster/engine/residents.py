@@ -75,14 +75,11 @@ class Residents:
         counters, hit_len = self._counters, seq.num_planned
         if not seq.started:
             seq.started = True
-            seq.num_skipped = hit_len
             seq.num_cached = min(hit_len, seq.num_prompt)
             counters.prompt += seq.num_prompt
             counters.cached += seq.num_cached
-        elif hit_len <= seq.num_lost:
-            counters.recomputed += seq.num_lost - hit_len
-        else:  # another one with the same ids got further meanwhile
-            seq.num_skipped += hit_len - seq.num_lost
+        else:  # another one with the same ids may have got further meanwhile
+            counters.recomputed += max(0, seq.num_lost - hit_len)
 
     def hold(self, child: Sequence, shared: list[int]) -> None:
         """A fork waits, and holds its parent's blocks meanwhile."""

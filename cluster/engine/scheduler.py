@@ -306,7 +306,7 @@ class Scheduler:
         for choice in range(1, parent.num_to_fork + 1):
             child = Sequence(request, choice, parent.key[1], parent.max_len, parent.stop_ids)
             child.shared_end = shared_end
-            child.num_planned = child.num_computed = child.num_skipped = num_prompt - 1
+            child.num_planned = child.num_computed = num_prompt - 1
             child.num_held = num_prompt
             child.num_cached = parent.num_cached
             child.started = True

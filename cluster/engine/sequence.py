@@ -39,7 +39,6 @@ class Sequence:
         "num_pending",
         "num_planned",
         "num_prompt",
-        "num_skipped",  # positions it never had to compute: cached, or its parent's
         "num_to_fork",  # choices still to be made out of this one
         "planned_in",  # id of the last step that holds it
         "request",
@@ -74,7 +73,6 @@ class Sequence:
         self.num_named = 0
         self.next_name_at = NEVER
         self.num_cached = 0
-        self.num_skipped = 0
         self.num_held = 0
         self.num_lost = 0
         self.num_bypassed = 0
