@@ -494,7 +494,8 @@ async def test_a_row_that_fails_ends_one_request_and_the_others_never_notice():
         assert replica.server.state == "ready"
 
 
-async def test_stop_tells_open_requests_closes_streams_and_leaves_no_thread(caplog):
+async def test_stop_tells_open_requests_closes_streams_and_leaves_no_thread(caplog, monkeypatch):
+    monkeypatch.setattr(replica_module, "STOP_GRACE", 10 * TIMEOUT)
     caplog.set_level(logging.WARNING)
     before = set(threading.enumerate())
     executor = GatedExecutor()
@@ -506,9 +507,7 @@ async def test_stop_tells_open_requests_closes_streams_and_leaves_no_thread(capl
         stopping = asyncio.create_task(replica.server.stop())
         executor.open_gate()
         await router.read_to_end()
-        began = time.monotonic()
-        await asyncio.wait_for(stopping, TIMEOUT)
-        assert time.monotonic() - began < replica_module.STOP_GRACE  # nobody had to be cut off
+        await asyncio.wait_for(stopping, TIMEOUT)  # nobody has to be cut off
         assert sorted(router.endings(1)) == [(0, "error"), (1, "error")]
         assert await router.call.code() is STATUS.OK
         assert executor.closed.is_set()

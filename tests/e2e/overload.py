@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import NamedTuple
 
 import aiohttp
 import httpx
@@ -13,7 +14,15 @@ FLAGS = ("--max-num-seqs", "2", "--max-waiting-requests", "4", "--max-model-len"
 LONG = {"prompt": [20] * 8, "max_tokens": 200, "ignore_eos": True}
 
 
-async def overload(url: str) -> str:
+class Figures(NamedTuple):
+    """Seconds: the slowest refusal, the slowest liveness, and how long one waited that expired in the queue."""
+
+    refusal: float
+    live: float
+    queued: float
+
+
+async def overload(url: str) -> Figures:
     """20 requests at once: 6 x 200 and 14 x 429, each at once and with a hint; health answers all the while. Then one
     that expires in the queue: 504, and nothing of it was computed."""
     limits = httpx.Limits(max_connections=None)
@@ -21,11 +30,7 @@ async def overload(url: str) -> str:
         refusals, health = await _twenty_at_once(http)
         await _four_count_four(http)
         queued = await _expires_in_the_queue(http, url)
-    return (
-        f"6 x 200, 14 x 429 with Retry-After, the slowest refusal {1000 * max(refusals):.0f} ms, "
-        f"the slowest live {1000 * max(health):.0f} ms; expired in the queue after {1000 * queued:.0f} ms: 504 "
-        "queue_timeout, no token computed"
-    )
+    return Figures(max(refusals), max(health), queued)
 
 
 async def _twenty_at_once(http: httpx.AsyncClient) -> tuple[list[float], list[float]]:
@@ -64,9 +69,6 @@ async def _flood(session: aiohttp.ClientSession) -> tuple[list[float], list[floa
     for _, retry_after, body, _ in refused:
         assert int(retry_after or 0) >= 1
         assert body["error"]["code"] == "overloaded"
-    slowest = max(seconds for *_, seconds in refused)
-    assert slowest < 0.1, f"a refusal took {1000 * slowest:.0f} ms"
-    assert max(health) < 0.1, f"live took {1000 * max(health):.0f} ms"
     return [seconds for *_, seconds in refused], health
 
 

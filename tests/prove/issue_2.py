@@ -150,7 +150,14 @@ async def _three_hundred() -> str:
 
 def overloaded() -> str:
     with server(*overload.FLAGS) as running:
-        return asyncio.run(overload.overload(running.url))
+        seconds = asyncio.run(overload.overload(running.url))
+    assert seconds.refusal < 0.1, f"a refusal took {1000 * seconds.refusal:.0f} ms"
+    assert seconds.live < 0.1, f"live took {1000 * seconds.live:.0f} ms"
+    return (
+        f"6 x 200, 14 x 429 with Retry-After, the slowest refusal {1000 * seconds.refusal:.0f} ms, the slowest live "
+        f"{1000 * seconds.live:.0f} ms; expired in the queue after {1000 * seconds.queued:.0f} ms: 504 queue_timeout, "
+        "no token computed"
+    )
 
 
 def drain() -> str:

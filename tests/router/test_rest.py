@@ -293,20 +293,21 @@ async def test_live_answers_while_a_large_prompt_is_tokenized(router):
 async def test_a_hundred_thousand_tokens_and_a_scrape_do_not_hold_up_health(router):
     """Tokenized off the loop: the answer to a probe waits for neither. Ids of such a length are checked on it."""
     card = tiny_card(max_model_len=200_000)
-    slowest = {}
+    slowest, took = {}, {}
     async with FakeReplica(card=card, stall_at=0) as fake, router(fake.address, max_body_bytes=32 << 20) as http:
         for name, prompt in (("text", "hello world " * 60_000), ("ids", [5] * 100_000)):
             big = asyncio.create_task(http.post("/v1/completions", json={"prompt": prompt}))
-            slowest[name], at = 0.0, len(fake.submissions)
+            slowest[name], at, asked = 0.0, len(fake.submissions), time.perf_counter()
             while len(fake.submissions) == at:
                 began = time.perf_counter()
                 assert (await http.get("/health/live")).status_code == 200
                 slowest[name] = max(slowest[name], time.perf_counter() - began)
                 await http.get("/metrics")
+            took[name] = time.perf_counter() - asked
             assert len(fake.submissions[-1].prompt_ids) >= 100_000
             big.cancel()
-    print(slowest)
-    assert max(slowest.values()) < 1.0  # bounded loosely here: the prover measures on a quiet machine
+    print(slowest, took)
+    assert max(slowest.values()) < 0.5 * took["text"]
 
 
 async def test_text_as_ids_gives_the_same_as_text(router):
@@ -355,25 +356,19 @@ async def test_twenty_at_once_into_six_places(router):
         httpx.AsyncClient(base_url=http.base_url, timeout=20, limits=httpx.Limits(max_connections=None)) as many,
     ):
 
-        async def ask():
-            began = time.perf_counter()
-            response = await many.post("/v1/completions", json={"prompt": "x"})
-            return response, time.perf_counter() - began
-
-        asked = [asyncio.create_task(ask()) for _ in range(20)]
-        await until(lambda: sum(task.done() for task in asked) == 14)
+        asked = [asyncio.create_task(many.post("/v1/completions", json={"prompt": "x"})) for _ in range(20)]
+        await until(lambda: sum(task.done() for task in asked) == 14)  # nobody waits for a place: all six are held
         full = await http.post("/v1/completions", content=b"not even json")
         assert full.status_code == 429  # said before the body is read
         assert (await http.get("/health/ready")).status_code == 200
         fake.release()
         answers = await asyncio.gather(*asked)
-        assert sorted(response.status_code for response, _ in answers) == [200] * 6 + [429] * 14
-        for response, seconds in answers:
+        assert sorted(response.status_code for response in answers) == [200] * 6 + [429] * 14
+        for response in answers:
             if response.status_code == 429:
                 assert response.headers["retry-after"].isdecimal()
                 assert int(response.headers["retry-after"]) >= 1
                 assert error_of(response)["code"] == "overloaded"
-                assert seconds < 0.5
         assert len(fake.submissions) == 6
         assert (await http.post("/v1/completions", json={"prompt": "x", "n": 6})).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": "x", "n": 7})).status_code == 400

@@ -118,12 +118,12 @@ def test_an_idle_engine_sleeps():
     with running() as it:
         it.submit(make_request(max_tokens=5))
         it.wait_for(lambda: len(it.endings()) == 1 and idle(it)())
-        steps, loads, cpu = len(it.executor.plans), len(it.loads), it.cpu_seconds()
+        steps, loads, cpu, began = len(it.executor.plans), len(it.loads), it.cpu_seconds(), time.monotonic()
         it.thread.join(engine_module.IDLE_CHECK + 0.3)  # long enough for the check at idle, which tells a load too
         assert it.thread.is_alive()
         assert len(it.executor.plans) == steps
         assert len(it.loads) == loads + 1
-        assert it.cpu_seconds() - cpu < 0.02
+        assert it.cpu_seconds() - cpu < 0.05 * (time.monotonic() - began)
         it.submit(make_request("next", max_tokens=2))  # and wakes up
         it.wait_for(lambda: len(it.endings()) == 2)
 
