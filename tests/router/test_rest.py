@@ -355,7 +355,6 @@ async def test_twenty_at_once_into_six_places(router):
         router(fake.address) as http,
         httpx.AsyncClient(base_url=http.base_url, timeout=20, limits=httpx.Limits(max_connections=None)) as many,
     ):
-
         asked = [asyncio.create_task(many.post("/v1/completions", json={"prompt": "x"})) for _ in range(20)]
         await until(lambda: sum(task.done() for task in asked) == 14)  # nobody waits for a place: all six are held
         full = await http.post("/v1/completions", content=b"not even json")
