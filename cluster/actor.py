@@ -5,9 +5,11 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from paceline.cluster.config import ReplicaConfig
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.lifecycle import Report
 from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.watchdog import Watchdog
@@ -64,11 +66,11 @@ class Replica:
             await self._server.stop()
 
 
-def load_rank(rank_config, on_phase):
+def load_rank(config: ReplicaConfig, on_phase: Callable[[str, float], None]) -> Loaded:
     """A replica's loader: runs on the engine's thread."""
     from paceline.cluster.local import load_local  # torch comes in here, on the engine's thread
 
-    loaded = load_local(rank_config, on_phase)
+    loaded = load_local(config.rank, on_phase)
     gc.collect()
     gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
     return loaded

@@ -13,6 +13,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     wildcard. ``health_port``: of plain HTTP for probes; None opens none. ``step_timeout``: seconds without a finished
     step, while there is work, after which the process ends itself. ``drain_seconds``: what running requests get when
     the process is told to end. ``cluster_token``: whoever asks for work must show it; None lets everybody in.
+    ``start_timeout``: seconds that each phase of a gang's start may take. ``depth``: plans in flight; None: what pays.
     ``max_waiting_requests``, ``max_waiting_tokens``: what comes beyond is refused; 0 is no limit.
     """
 
@@ -23,6 +24,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_port: int | None = 0
     cluster_token: str | None = None
     step_timeout: float = 60.0
+    start_timeout: float = 600.0
     drain_seconds: float = 30.0
     long_prefill_tokens: int | None = None
     max_partial_prefills: int = 2
@@ -32,7 +34,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     enable_prefix_caching: bool = True
     scheduling_policy: str = "priority"
-    depth: int = 1
+    depth: int | None = None
 
     def __post_init__(self):
         if self.step_timeout <= 0:
@@ -48,7 +50,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: ReplicaConfig
     num_replicas: int = 1
-    num_cpus_per_replica: int = 1
+    num_cpus_per_rank: int = 1
     ray_address: str | None = None
     namespace: str = "paceline"
     host: str = "127.0.0.1"

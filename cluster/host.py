@@ -17,10 +17,11 @@ import msgspec
 from paceline.cluster.config import ReplicaConfig
 from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.engine import Engine
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.cluster.routes import Caller, Reply, Route, Routes
 from paceline.proto.errors import InvalidRequest, NoReplica, PacelineError, StartupError
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import ModelCard
 from paceline.proto.request import Request, TokenDelta
 
@@ -31,8 +32,8 @@ LAST_BEFORE_WARM_UP = "card"  # phase of a rank's start
 END_TIMEOUT = 5.0  # seconds that the engine may take to end what a drain leaves
 STOP_TIMEOUT = 10.0  # seconds that a step, or a load, may still take when the host is stopped
 
-# load(rank config, on_phase) -> (executor, card, number of blocks, one line on them); runs on the engine's thread
-Loader = Callable[..., tuple]
+# load(config, on_phase), on the engine's thread
+Loader = Callable[[ReplicaConfig, Callable[[str, float], None]], Loaded]
 
 
 class EngineHost:
@@ -47,6 +48,7 @@ class EngineHost:
         self.state = "starting"
         self.card: ModelCard | None = None
         self.description = ""  # one line on what was loaded
+        self.ranks: tuple[RankMemory, ...] = ()  # what each of them holds
         self.failed = asyncio.Event()
         self._config = config
         self._load = load
@@ -121,23 +123,23 @@ class EngineHost:
         """The engine's thread: load, then the loop."""
         error: BaseException | None = None
         try:
-            executor, card, num_blocks, description = self._load(self._config.rank, self._on_phase)
-            scheduler = Scheduler(_engine_config(self._config, card, num_blocks))
-            engine = Engine(scheduler, executor, self._publish, on_load=self._beat_if_idle)
-            self._call_soon(self._set_loaded, engine, card, description)
+            loaded = self._load(self._config, self._on_phase)
+            scheduler = Scheduler(_engine_config(self._config, loaded))
+            engine = Engine(scheduler, loaded.executor, self._publish, on_load=self._beat_if_idle)
+            self._call_soon(self._set_loaded, engine, loaded)
             engine.run()
         except BaseException as raised:
             error = raised
         self._call_soon(self._set_ended, error)
 
-    def _set_loaded(self, engine: Engine, card: ModelCard, description: str) -> None:
+    def _set_loaded(self, engine: Engine, loaded: Loaded) -> None:
         assert self._loaded is not None
-        self._engine, self.card, self.description = engine, card, description
+        self._engine, self.card, self.description, self.ranks = engine, loaded.card, loaded.description, loaded.ranks
         if self.state == "stopping":
             engine.stop()
             return
         self.state = "ready"
-        self._loaded.set_result(card)
+        self._loaded.set_result(loaded.card)
 
     def _set_ended(self, error: BaseException | None) -> None:
         """Whatever the engine published has been delivered. Nobody is left waiting: see the order in Engine.run."""
@@ -270,9 +272,10 @@ class EngineHost:
         self._call_soon(self._routes.deliver, deltas)
 
 
-def _engine_config(config: ReplicaConfig, card: ModelCard, num_blocks: int) -> EngineConfig:
+def _engine_config(config: ReplicaConfig, loaded: Loaded) -> EngineConfig:
+    card = loaded.card
     return EngineConfig(
-        num_blocks=num_blocks,
+        num_blocks=loaded.num_blocks,
         block_size=card.block_size,
         max_model_len=card.max_model_len,
         eos_ids=card.eos_ids,
@@ -284,7 +287,8 @@ def _engine_config(config: ReplicaConfig, card: ModelCard, num_blocks: int) -> E
         max_waiting_tokens=config.max_waiting_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
-        depth=config.depth,
+        depth=config.depth or loaded.depth,
+        num_stages=config.rank.pipeline_parallel_size,
     )
 
 

@@ -81,7 +81,7 @@ def connect(config: ClusterConfig) -> None:
             address="local",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            num_cpus=max(os.cpu_count() or 1, config.num_replicas * config.num_cpus_per_replica),
+            num_cpus=max(os.cpu_count() or 1, config.num_replicas * config.num_cpus_per_rank),
             **options,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:

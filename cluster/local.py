@@ -5,22 +5,11 @@ Import this file in the process and, better, on the thread that will run the ste
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-from paceline.cluster.engine.executor import Executor
-from paceline.proto.model import ModelCard
+from paceline.cluster.engine.executor import Loaded
 from paceline.proto.step import StepPlan, StepResult
 from paceline.worker.config import RankConfig
 from paceline.worker.rank import PendingStep, Rank
-
-
-class Loaded(NamedTuple):
-    """What a replica needs to start its engine, whatever executes the plans."""
-
-    executor: Executor
-    card: ModelCard
-    num_blocks: int
-    description: str
 
 
 class LocalExecutor:
@@ -43,4 +32,5 @@ class LocalExecutor:
 def load_local(config: RankConfig, on_phase: Callable[[str, float], None]) -> Loaded:
     """Loads the model on this thread. Raises StartupError."""
     rank = Rank(config, on_phase=on_phase)
-    return Loaded(LocalExecutor(rank), rank.card, rank.num_kv_blocks, rank.describe())
+    depth = 1 if rank.device.type == "cpu" else 2  # on a CPU nothing would run beside this thread
+    return Loaded(LocalExecutor(rank), rank.card, rank.num_kv_blocks, rank.describe(), depth, (rank.held,))

@@ -86,7 +86,7 @@ class RayPlacement:
         group = _group(name) or placement_group([self._bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
         if group.wait(0):
             return None
-        wants = self._config.num_cpus_per_replica
+        wants = self._config.num_cpus_per_rank
         total, free = ray.cluster_resources().get("CPU", 0), ray.available_resources().get("CPU", 0)
         return f"needs {wants} CPU, the cluster has {total:g}, {free:g} of them free"
 
@@ -98,7 +98,7 @@ class RayPlacement:
             name=name,
             namespace=self._config.namespace,
             lifetime="detached",
-            num_cpus=self._config.num_cpus_per_replica,
+            num_cpus=self._config.num_cpus_per_rank,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             max_restarts=0,
             get_if_exists=True,
@@ -111,7 +111,7 @@ class RayPlacement:
 
     @property
     def _bundle(self) -> dict[str, float]:
-        return {"CPU": self._config.num_cpus_per_replica}
+        return {"CPU": self._config.num_cpus_per_rank}
 
 
 def _group(name: str) -> PlacementGroup | None:

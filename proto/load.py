@@ -3,6 +3,15 @@
 import msgspec
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a replica holds, in bytes; fixed once it has started."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int  # of the whole pool
+    kv_bytes_per_token: int
+
+
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Counts are of sequences (an n = 4 request counts four). ``*_total`` never fall while the replica lives."""
 

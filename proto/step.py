@@ -89,6 +89,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     ids: array
     logprobs: dict[int, list[TokenLogprobs]] = {}
     faults: dict[int, str] = {}
+    model_seconds: float = 0.0  # that the sampling rank spent on the plan, waiting for other ranks included
 
 
 def schema_hash() -> str:

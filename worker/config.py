@@ -7,7 +7,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is a local path (a Hugging Face folder or a GGUF file): names are resolved before, by sources.py.
 
     ``max_model_len`` None: the model's own, lowered to what the KV pool can hold. ``num_kv_blocks`` None: sized from
-    ``kv_memory_share`` of the memory that is free once the weights are loaded.
+    ``kv_memory_share`` of the memory that is free once the weights are loaded. ``rank_memory``: GiB that one rank may
+    take for weights and KV; None: what its device has. The gang has ``tensor_parallel_size`` times
+    ``pipeline_parallel_size`` ranks.
     """
 
     model: str
@@ -22,4 +24,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_share: float | None = None
     attention_backend: str = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rank_memory: float | None = None
     dump_dir: str | None = None  # where the last plans go when a step fails
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.proto.errors import StartupError
+from paceline.proto.load import RankMemory
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, StepResult, column
 from paceline.worker import threads
@@ -126,6 +127,17 @@ class Rank:
     @property
     def num_kv_blocks(self) -> int:
         return self.memory.num_kv_blocks
+
+    @property
+    def held(self) -> RankMemory:
+        """For others: what this rank holds."""
+        memory = self.memory
+        return RankMemory(
+            rank=self.groups.place.rank,
+            weight_bytes=memory.weight_bytes,
+            kv_bytes=memory.pool_bytes,
+            kv_bytes_per_token=memory.kv_bytes_per_token,
+        )
 
     def describe(self) -> str:
         """One line: weights, KV bytes per token, blocks, and how many full-length requests fit."""

@@ -13,6 +13,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_bypasses``: how often smaller requests may pass a waiting head that lacks blocks.
     ``max_waiting_requests`` counts choices, ``max_waiting_tokens`` what they still need computed: what comes beyond is
     refused as overload; 0 is no limit.
+    ``depth``: plans that may be in flight. ``num_stages``: of the pipeline that runs them.
     ``scheduling_policy``: "priority" or "fcfs" (a priority other than 0 is then refused).
     """
 
@@ -30,10 +31,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     scheduling_policy: str = "priority"
     depth: int = 1
+    num_stages: int = 1
     check: bool = False  # verify every invariant after each step, not only at idle
 
     def __post_init__(self):
-        for field in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "depth"):
+        for field in (
+            "num_blocks",
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "depth",
+            "num_stages",
+        ):
             if getattr(self, field) < 1:
                 raise StartupError(f"{field} is {getattr(self, field)}: it must be at least 1")
         for field in ("max_waiting_requests", "max_waiting_tokens"):

@@ -1,7 +1,9 @@
 """What an engine asks of whatever runs its plans. It never sees a worker, only this."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from paceline.proto.load import RankMemory
+from paceline.proto.model import ModelCard
 from paceline.proto.step import StepPlan, StepResult
 
 
@@ -16,3 +18,14 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Ends the ranks."""
+
+
+class Loaded(NamedTuple):
+    """What a replica needs to start its engine, whatever executes the plans. ``depth``: plans in flight that pay."""
+
+    executor: Executor
+    card: ModelCard
+    num_blocks: int
+    description: str
+    depth: int = 1
+    ranks: tuple[RankMemory, ...] = ()

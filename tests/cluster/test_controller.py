@@ -305,7 +305,7 @@ async def test_a_model_that_cannot_load_fails_the_start_with_one_sentence(tmp_pa
 
 
 async def test_a_replica_that_nothing_has_room_for_waits_and_says_why(model):
-    async with launched(model, 1, size="small", num_cpus_per_replica=8, placement_timeout=1.0) as cluster:
+    async with launched(model, 1, size="small", num_cpus_per_rank=8, placement_timeout=1.0) as cluster:
         telling = asyncio.create_task(cluster.told())
         reason = "pending (cannot place: needs 8 CPU, the cluster has 1, 1 of them free)"
         await until(lambda: {"replica-0": reason} in cluster.states, TIMEOUT)

@@ -57,7 +57,7 @@ def test_false_and_zero_given_are_given():
 def test_every_field_that_a_person_may_want_to_set_has_a_setting():
     made_by_commands = {"model", "served_model_name", "chat_template", "cluster_token", "rank", "replica"}
     limits_of_ours = {f for f in CONFIGS["router"].__struct_fields__ if f.startswith("max_") or f.startswith("slow_")}
-    inner = {"num_cpus_per_replica", "namespace"}
+    inner = {"num_cpus_per_rank", "namespace"}
     into = {path for setting in SETTINGS for path in setting.into}
     for room, config in CONFIGS.items():
         for field in config.__struct_fields__:
