@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Sizes of the tensor- and pipeline-parallel groups, and this rank's place in each. Stages are ``tp`` ranks wide."""
+    """A gang is ``pp`` stages of ``tp`` ranks, numbered stage by stage; this rank's place in it."""
 
     tp: int = 1
     pp: int = 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from paceline.cluster.config import ReplicaConfig
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.service import PROTOCOL
 from paceline.proto import codec
@@ -105,8 +106,8 @@ async def running_replica(
     **settings,
 ) -> AsyncIterator[Replica]:
     executor = executor or GatedExecutor(gate_open=True)
-    loaded = (executor, card, num_blocks, "a fake")
-    server = ReplicaServer(replica_config(**settings), load or (lambda rank, on_phase: loaded), replica_id)
+    loaded = Loaded(executor, card, num_blocks, "a fake")
+    server = ReplicaServer(replica_config(**settings), load or (lambda config, on_phase: loaded), replica_id)
     address = await server.start()
     try:
         if wait:

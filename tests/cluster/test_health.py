@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.health import HealthServer, Vitals
 from paceline.cluster.watchdog import Watchdog
 from paceline.proto import replica_pb2 as pb
@@ -33,9 +34,9 @@ async def statuses(port: int | None) -> list[int]:
 async def test_a_replica_is_live_while_it_loads_and_ready_when_it_has():
     may_load, executor = threading.Event(), GatedExecutor(gate_open=True)
 
-    def load(rank, on_phase):
+    def load(config, on_phase):
         assert may_load.wait(TIMEOUT)
-        return executor, CARD, 64, ""
+        return Loaded(executor, CARD, 64, "")
 
     async with running_replica(executor, load=load, wait=False) as replica:
         port = replica.server.health_port

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.host import EngineHost
 from paceline.cluster.routes import Caller
 from paceline.proto.errors import InvalidRequest, NoReplica, StartupError
@@ -19,7 +20,9 @@ async def hosting():
     hosts = []
 
     async def start(executor: GatedExecutor, load=None, wait: bool = True) -> EngineHost:
-        host = EngineHost(replica_config(), load or (lambda rank, on_phase: (executor, CARD, 512, "")), "host-t")
+        host = EngineHost(
+            replica_config(), load or (lambda config, on_phase: Loaded(executor, CARD, 512, "")), "host-t"
+        )
         hosts.append((host, executor))
         host.start()
         if wait:
@@ -141,9 +144,9 @@ async def test_attempts_are_fenced_among_callers_of_one_name_only(hosting):
 async def test_a_host_stopped_while_it_loads_ends_its_thread_and_says_so():
     executor, may_load = GatedExecutor(), threading.Event()
 
-    def load(rank, on_phase):
+    def load(config, on_phase):
         assert may_load.wait(TIMEOUT)
-        return executor, CARD, 64, ""
+        return Loaded(executor, CARD, 64, "")
 
     host = EngineHost(replica_config(), load, "host-t")
     host.start()
@@ -157,7 +160,7 @@ async def test_a_host_stopped_while_it_loads_ends_its_thread_and_says_so():
 
 
 async def test_stop_before_start_and_twice_is_fine(hosting):
-    idle = EngineHost(replica_config(), lambda rank, on_phase: None, "host-t")
+    idle = EngineHost(replica_config(), lambda config, on_phase: None, "host-t")
     await asyncio.wait_for(idle.stop(), TIMEOUT)
     host = await hosting(GatedExecutor())
     await asyncio.wait_for(host.stop(), TIMEOUT)
@@ -166,7 +169,7 @@ async def test_stop_before_start_and_twice_is_fine(hosting):
 
 
 async def test_any_error_while_loading_becomes_one_startup_error(hosting):
-    def load(rank, on_phase):
+    def load(config, on_phase):
         raise OSError("disk on fire")
 
     host = await hosting(GatedExecutor(), load, wait=False)
@@ -177,7 +180,7 @@ async def test_any_error_while_loading_becomes_one_startup_error(hosting):
 
 async def test_an_unfit_engine_config_fails_the_start(hosting):
     host = await hosting(
-        GatedExecutor(), lambda rank, on_phase: (GatedExecutor(), CARD, 0, "no blocks at all"), wait=False
+        GatedExecutor(), lambda config, on_phase: Loaded(GatedExecutor(), CARD, 0, "no blocks at all"), wait=False
     )
     with pytest.raises(StartupError, match="num_blocks"):
         await asyncio.wait_for(host.ready(), TIMEOUT)

@@ -12,6 +12,7 @@ import pytest
 from paceline.cluster import outbox as outbox_module
 from paceline.cluster import replica as replica_module
 from paceline.cluster import service as service_module
+from paceline.cluster.engine.executor import Loaded
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.errors import ContextLengthExceeded, StartupError
@@ -104,9 +105,9 @@ async def test_a_hello_without_a_fingerprint_takes_any_model():
 async def test_before_the_model_is_loaded_every_door_but_the_state_is_unavailable():
     may_load, executor = threading.Event(), GatedExecutor(gate_open=True)
 
-    def load(rank, on_phase):
+    def load(config, on_phase):
         assert may_load.wait(TIMEOUT)
-        return executor, CARD, 64, "loaded at last"
+        return Loaded(executor, CARD, 64, "loaded at last")
 
     async with running_replica(executor, load=load, wait=False) as replica:
         try:
@@ -127,7 +128,7 @@ async def test_before_the_model_is_loaded_every_door_but_the_state_is_unavailabl
 
 
 async def test_a_model_that_cannot_load_is_what_ready_raises():
-    def load(rank, on_phase):
+    def load(config, on_phase):
         raise StartupError("no such file: model.safetensors")
 
     async with running_replica(load=load, wait=False) as replica:

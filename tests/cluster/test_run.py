@@ -16,6 +16,7 @@ from tests.cluster.engine.fakes import make_request
 # The executor takes 5 ms a step, until it hangs, fails, or holds up the event loop by the step of that number.
 PROGRAM = """
 import asyncio, sys, time
+from paceline.cluster.engine.executor import Loaded
 from paceline.cluster.run import run_replica
 from tests.cluster.drive import CARD, LightExecutor, replica_config
 
@@ -29,8 +30,8 @@ class Executor(LightExecutor):
             loop.call_soon_threadsafe(time.sleep, 1000)
         return result
 
-def load(rank, on_phase):
-    return Executor(gate_open=True, fail_at={fail_at}), CARD, 2048, "a fake"
+def load(config, on_phase):
+    return Loaded(Executor(gate_open=True, fail_at={fail_at}), CARD, 2048, "a fake")
 
 async def main():
     global loop
