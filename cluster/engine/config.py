@@ -53,5 +53,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f"scheduling policy {self.scheduling_policy!r} is unknown: use priority or fcfs")
 
     @property
+    def plan_budget(self) -> int:
+        """Tokens of one plan: stages that work at the same time share the budget of a step."""
+        return -(-self.max_num_batched_tokens // self.num_stages)
+
+    @property
     def long_prefill_threshold(self) -> int:
-        return self.long_prefill_tokens or max(1, self.max_num_batched_tokens // 2)
+        return self.long_prefill_tokens or max(1, self.plan_budget // 2)

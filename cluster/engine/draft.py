@@ -7,12 +7,14 @@ from paceline.proto.step import TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit
 
 
 class Draft:
-    """``rows`` are the sequences of the chunks, in order; ``preempted`` pairs (victim, for whom)."""
+    """``rows`` are the sequences of the chunks, in order; ``preempted`` pairs (victim, for whom). ``budget`` tokens and
+    ``draws`` ids are what it still has room for."""
 
     __slots__ = (
         "admissions",
         "budget",
         "copies",
+        "draws",
         "lens",
         "num_decode",
         "preempted",
@@ -28,9 +30,10 @@ class Draft:
         "writes",
     )
 
-    def __init__(self, step_id: int, budget: int):
+    def __init__(self, step_id: int, budget: int, draws: int):
         self.step_id = step_id
         self.budget = budget
+        self.draws = draws
         self.rows: list[Sequence] = []
         self.starts: list[int] = []
         self.lens: list[int] = []
@@ -76,6 +79,7 @@ class Draft:
         self.writes.append(write)
         if end == len(seq.token_ids) + seq.num_pending:
             self.takes.append(TAKE_SAMPLE)
+            self.draws -= 1
             seq.num_pending += 1
         else:
             self.takes.append(TAKE_NONE)

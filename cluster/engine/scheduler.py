@@ -40,6 +40,7 @@ from paceline.proto.step import StepPlan, StepResult
 
 SCAN_LEN = 16  # waiting sequences looked at behind a head that lacks blocks
 NUM_RECORDS = 1024
+NO_LIMIT = 1 << 30
 
 
 class Scheduler:
@@ -57,6 +58,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
         self._eos = frozenset(config.eos_ids)
         self._num_alive = 0  # choices, also those still to be forked
+        self._stuck = False  # when last looked at, the waiting head found seats but no room
         self._next_arrival = 0
         self._next_step = 0
 
@@ -144,11 +146,15 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be planned before a result arrives."""
-        draft = Draft(self._next_step, self.config.max_num_batched_tokens)
+        draft = Draft(self._next_step, self.config.plan_budget, self._most_draws())
         prefilling = self._plan_decodes(draft)
         num_long, promised = self._plan_prefills(draft, prefilling)
         if self._requests:
             self._admit(draft, num_long, promised)
+        if draft.waits_for in ("blocks", "long prefills"):
+            self._stuck = True
+        elif draft.admissions:
+            self._stuck = False
         if not draft.rows:
             return None
         plan = draft.plan(self.residents.take_releases())
@@ -172,18 +178,33 @@ class Scheduler:
         )
         return plan
 
+    def _most_draws(self) -> int:
+        """Stages that work at the same time need as many plans, so none may take more than its share of those who draw.
+
+        Whoever waits counts as long as it could come in: a batch that arrives at once is split at once.
+        """
+        num_plans = min(self.config.num_stages, self.config.depth)
+        if num_plans == 1:
+            return NO_LIMIT
+        num_seqs = len(self.running)
+        if not self.running or not self._stuck:
+            num_seqs += min(len(self.waiting), self.residents.num_free_seats)
+        return -(-num_seqs // num_plans)
+
     def _plan_decodes(self, draft: Draft) -> list[Sequence]:
         """A row for every running sequence that needs exactly one token; returns those that need more."""
         prefilling = []
-        running, index = self.running, 0
+        running, index, staged = self.running, 0, self.config.num_stages > 1
         while index < len(running):  # make_room may shorten the list behind index
             seq = running[index]
             index += 1
+            if staged and seq.num_pending:
+                continue  # the id it draws is known to the last stage only, until it comes back
             start = seq.num_planned
             if len(seq.token_ids) + seq.num_pending - start > 1:
                 prefilling.append(seq)
                 continue
-            if start >= seq.max_len - 1 or not draft.budget:
+            if start >= seq.max_len - 1 or not draft.budget or not draft.draws:
                 continue  # every id that max_tokens allows is planned; or the step is full
             if (start >= seq.capacity or start < seq.shared_end) and self.residents.make_room(
                 draft, seq, start + 1
@@ -204,6 +225,8 @@ class Scheduler:
             todo = seq.num_todo
             limit = threshold if todo > threshold and contended else todo
             end = seq.num_planned + min(limit, draft.budget)
+            if end == len(seq.token_ids) and not draft.draws:
+                end -= 1
             if end > seq.num_planned:
                 end = self.residents.make_room(draft, seq, end)
             if end > seq.num_planned:
@@ -218,7 +241,7 @@ class Scheduler:
         threshold, block_size = config.long_prefill_threshold, config.block_size
         head: Sequence | None = None  # the first that lacks blocks
         for seq in self.waiting.first(residents.num_free_seats + SCAN_LEN):
-            if not residents.num_free_seats or not draft.budget:
+            if not residents.num_free_seats or not draft.budget or not draft.draws:
                 draft.waits_for = draft.waits_for or ("budget" if residents.num_free_seats else "seats")
                 return
             if head is not None and head.num_bypassed >= config.max_bypasses:

@@ -24,9 +24,16 @@ class FakeExecutor:
     """Keeps a rank's state as plans dictate it and draws scripted ids; refuses plans that break the rank's contract.
 
     Blocks hold which ids were written where, so that a row reads back exactly its own sequence or the test fails.
+    ``staged``: a first stage, which never hears what the last one draws but by a later plan.
     """
 
-    def __init__(self, script: Callable[[tuple[int, ...], int, int], int] = scripted, faults: dict | None = None):
+    def __init__(
+        self,
+        script: Callable[[tuple[int, ...], int, int], int] = scripted,
+        faults: dict | None = None,
+        staged: bool = False,
+    ):
+        self.staged = staged
         self.script = script
         self.faults = faults or {}  # step id -> rows that fail
         self.slots: dict[int, dict] = {}
@@ -50,7 +57,8 @@ class FakeExecutor:
                 state = self.slots[plan.chunk_slots[row]]
                 end = plan.chunk_starts[row] + plan.chunk_lens[row]
                 token = self.script(tuple(state["ids"][: state["num_prompt"]]), state["choice"], end)
-                self._set(state, end, token)
+                if not self.staged:
+                    self._set(state, end, token)
                 ids.append(token)
         self.results.append(
             StepResult(step_id=plan.step_id, epochs=plan.chunk_epochs, num_ids=num_ids, ids=ids, faults=faults)
@@ -92,6 +100,7 @@ class FakeExecutor:
             self._set(state, start, plan.chunk_tokens[row])
         if plan.chunk_writes[row]:
             for position in range(start, start + length):
+                assert position < len(state["ids"]), f"row {row} computes an id that this rank was never told"
                 block = state["table"][position // BLOCK]
                 self.cache[block, position % BLOCK] = state["ids"][position]
 
@@ -162,7 +171,7 @@ class Drive:
 
     def __init__(self, scheduler: Scheduler, executor: FakeExecutor | None = None):
         self.scheduler = scheduler
-        self.executor = executor or FakeExecutor()
+        self.executor = executor or FakeExecutor(staged=scheduler.config.num_stages > 1)
         self.emitted: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], TokenDelta] = {}
         self.steps = 0

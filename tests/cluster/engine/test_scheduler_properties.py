@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.proto.request import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
-from tests.cluster.engine.fakes import Drive, FakeExecutor, make_request, make_scheduler, scripted
+from tests.cluster.engine.fakes import Drive, make_request, make_scheduler, scripted
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,7 +38,8 @@ events = st.one_of(
 configs = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(9, 40),
-        "depth": st.integers(1, 2),
+        "depth": st.integers(1, 3),
+        "num_stages": st.integers(1, 3),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([1, 7, 16, 64, 1000]),
         "max_partial_prefills": st.integers(1, 2),
@@ -80,7 +81,7 @@ def natural_ids(request, choice: int) -> list[int]:
 
 def play(config: dict, script: list) -> Drive:
     """Runs a script of events to the end; every promise is checked on the way and at the end."""
-    d = Drive(make_scheduler(max_model_len=144, **config), FakeExecutor())
+    d = Drive(make_scheduler(max_model_len=144, **config))
     added, cut, now = {}, set(), 0
     for kind, detail in script:
         if kind == "add":
@@ -165,9 +166,10 @@ def test_tokens_computed_are_accounted_for(config, asked):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=8), st.integers(1, 2))
-def test_with_room_for_all_computed_is_prompt_plus_generated_less_cached(asked, depth):
-    d = play({"num_blocks": 600, "depth": depth}, [("add", a | {"n": 1}) for a in asked])
+@given(st.lists(requests, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3))
+def test_with_room_for_all_computed_is_prompt_plus_generated_less_cached(asked, depth, num_stages):
+    config = {"num_blocks": 600, "depth": depth, "num_stages": num_stages}
+    d = play(config, [("add", a | {"n": 1}) for a in asked])
     counters = d.scheduler.counters
     needed = sum(e.usage.num_prompt + e.usage.num_generated - 1 - e.usage.num_cached for e in d.endings.values())
     assert counters.preemptions == 0
