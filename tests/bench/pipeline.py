@@ -30,7 +30,7 @@ def staged_scheduler(num_stages: int, depth: int) -> Scheduler:
 
 
 class VirtualStages:
-    """An executor whose clock moves only with the work: a stage takes one unit for a plan, and nothing else takes any."""
+    """An executor whose clock moves only with the work: a stage takes one unit a plan, and nothing else takes any."""
 
     def __init__(self, num_stages: int):
         self.now = 0.0

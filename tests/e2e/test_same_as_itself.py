@@ -120,7 +120,7 @@ def test_all_greedy_choices_of_one_prompt_are_equal(bench, prompts, alone):
 
 
 def test_with_physical_blocks_scattered(bench, prompts, alone):
-    order = list(range(1, bench.rank.num_kv_blocks + 1))
+    order = list(range(1, bench.loaded.num_blocks + 1))
     random.Random(3).shuffle(order)
     bench.new(free_ids=order)
     assert together(bench, prompts) == alone
