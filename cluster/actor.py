@@ -35,10 +35,18 @@ class Replica:
     async def start(self) -> str:
         """Binds and begins to load; returns HOST:PORT. Raises StartupError."""
         if self._server is None:
-            self._server = ReplicaServer(self._config, load_rank, self._replica_id)
+            self._server = ReplicaServer(self._config, self._load, self._replica_id)
             await self._server.start()
             Watchdog(self._server, self._config.step_timeout).start()
         return await self._server.start()
+
+    def _load(self, config: ReplicaConfig, on_phase: Callable[[str, float], None]) -> Loaded:
+        """On the engine's thread."""
+        if config.rank.num_ranks == 1:
+            return load_rank(config, on_phase)
+        from paceline.cluster.ranks import load_ranks  # Ray is here already, and only here
+
+        return load_ranks(self._replica_id, config, on_phase)
 
     async def report(self) -> Report:
         return self._server.report() if self._server else Report("starting")
@@ -67,7 +75,11 @@ class Replica:
 
 
 def load_rank(config: ReplicaConfig, on_phase: Callable[[str, float], None]) -> Loaded:
-    """A replica's loader: runs on the engine's thread."""
+    """A replica's loader: runs on the engine's thread. Several ranks are child processes on this host."""
+    if config.rank.num_ranks > 1:
+        from paceline.cluster.spawn import load_children
+
+        return load_children(config, on_phase)
     from paceline.cluster.local import load_local  # torch comes in here, on the engine's thread
 
     loaded = load_local(config.rank, on_phase)

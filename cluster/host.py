@@ -17,7 +17,7 @@ import msgspec
 from paceline.cluster.config import ReplicaConfig
 from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.engine import Engine
-from paceline.cluster.engine.executor import Loaded
+from paceline.cluster.engine.executor import Executor, Loaded
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.cluster.routes import Caller, Reply, Route, Routes
 from paceline.proto.errors import InvalidRequest, NoReplica, PacelineError, StartupError
@@ -53,6 +53,7 @@ class EngineHost:
         self._config = config
         self._load = load
         self._engine: Engine | None = None
+        self._executor: Executor | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[ModelCard] | None = None
@@ -119,11 +120,20 @@ class EngineHost:
             self._close_all()
             self.failed.set()
 
+    def kill_ranks(self, seconds: float) -> None:
+        """From any thread but the loop's: ranks that have processes of their own end, and with them what the engine
+        waits for. Waits for that so long at most."""
+        if self._executor is not None:
+            killing = threading.Thread(target=self._executor.kill, name="kill ranks", daemon=True)
+            killing.start()
+            killing.join(seconds)
+
     def _run(self) -> None:
         """The engine's thread: load, then the loop."""
         error: BaseException | None = None
         try:
             loaded = self._load(self._config, self._on_phase)
+            self._executor = loaded.executor
             scheduler = Scheduler(_engine_config(self._config, loaded))
             engine = Engine(scheduler, loaded.executor, self._publish, on_load=self._beat_if_idle)
             self._call_soon(self._set_loaded, engine, loaded)

@@ -71,7 +71,9 @@ class Cluster:
 
 
 def connect(config: ClusterConfig) -> None:
-    """A given address is joined. Otherwise a local cluster is started: no dashboard, a small object store."""
+    """A given address is joined. Otherwise a local cluster is started: no dashboard, a small object store, CPUs for all
+    ranks, be they more than there are; GPUs are those that Ray finds."""
+    num_ranks = config.num_replicas * config.replica.rank.num_ranks
     options = {"namespace": config.namespace, "logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if config.ray_address:
@@ -81,7 +83,7 @@ def connect(config: ClusterConfig) -> None:
             address="local",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            num_cpus=max(os.cpu_count() or 1, config.num_replicas * config.num_cpus_per_rank),
+            num_cpus=max(os.cpu_count() or 1, num_ranks * config.num_cpus_per_rank),
             **options,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:

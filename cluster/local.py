@@ -25,8 +25,14 @@ class LocalExecutor:
     def collect(self) -> StepResult:
         return self._outstanding.popleft().result()
 
+    def check(self) -> None:
+        """The rank is this thread's own."""
+
     def close(self) -> None:
         self._outstanding.clear()
+
+    def kill(self) -> None:
+        """The rank ends with the process."""
 
 
 def load_local(config: RankConfig, on_phase: Callable[[str, float], None]) -> Loaded:

@@ -1,13 +1,15 @@
 """What is asked of Ray: room for a replica, a process in it, and both by name. Knows no states and decides nothing.
 
-A replica is an actor named after it; its room is a placement group of the same name. Both are detached: they outlive
-the controller that asked for them, and a later one finds them. Calls that wait for Ray's head leave the event loop.
+A replica is an actor named after it; its room is a placement group of the same name, a bundle for each of its stages
+(room.py). Both are detached: they outlive the controller that asked for them, and a later one finds them. A replica of
+several ranks starts them itself, in this room: see ranks.py. Calls that wait for Ray's head leave the event loop.
 """
 
 import asyncio
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public word for a node's free room
 from ray.util import list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -15,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.cluster.actor import Replica
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.lifecycle import Report
+from paceline.cluster.room import Node, bundles, shortage
 from paceline.proto.errors import PacelineError, ReplicaLost
 
 PREFIX = "replica-"
@@ -83,22 +86,28 @@ class RayPlacement:
         return found
 
     def _reserve(self, name: str) -> str | None:
-        group = _group(name) or placement_group([self._bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
-        if group.wait(0):
-            return None
-        wants = self._config.num_cpus_per_rank
-        total, free = ray.cluster_resources().get("CPU", 0), ray.available_resources().get("CPU", 0)
-        return f"needs {wants} CPU, the cluster has {total:g}, {free:g} of them free"
+        wanted = self._wanted()
+        group = _group(name)
+        if group is not None and group.bundle_specs != wanted:  # of another configuration, or of a cluster without GPUs
+            remove_placement_group(group)
+            return "room of another size is being given back"
+        if group is None:
+            strategy = "PACK" if len(wanted) > 1 else "STRICT_PACK"
+            group = placement_group(wanted, strategy=strategy, name=name, lifetime="detached")
+        return None if group.wait(0) else shortage(wanted, _nodes())
 
     def _create(self, name: str) -> Process:
         group = _group(name)
         if group is None:
             raise ReplicaLost(f"the room of {name} is gone")
+        first = group.bundle_specs[0]  # the engine stands beside rank 0, and is it where it is the only one
+        own = first if self._config.replica.rank.num_ranks == 1 else {}
         actor = ray.remote(Replica).options(
             name=name,
             namespace=self._config.namespace,
             lifetime="detached",
-            num_cpus=self._config.num_cpus_per_rank,
+            num_cpus=own.get("CPU", 0),
+            num_gpus=own.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             max_restarts=0,
             get_if_exists=True,
@@ -109,9 +118,17 @@ class RayPlacement:
         if (group := _group(name)) is not None:
             remove_placement_group(group)
 
-    @property
-    def _bundle(self) -> dict[str, float]:
-        return {"CPU": self._config.num_cpus_per_rank}
+    def _wanted(self) -> list[dict[str, float]]:
+        """GPUs are asked for where they are named, or where the cluster has any."""
+        rank = self._config.replica.rank
+        with_gpus = rank.device == "cuda" or (rank.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        return bundles(rank, self._config.num_cpus_per_rank, with_gpus)
+
+
+def _nodes() -> list[Node]:
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Node(node["NodeManagerAddress"], free.get(node["NodeID"], {}), node["Resources"]) for node in alive]
 
 
 def _group(name: str) -> PlacementGroup | None:

@@ -27,6 +27,7 @@ log = logging.getLogger("paceline.replica")
 
 SLOW_SHARE = 0.5  # of the step timeout, after which a step without end counts as no progress
 STOP_GRACE = 1.0  # seconds in which routers may read how their requests ended
+KILL_TIMEOUT = 1.0  # seconds in which a gang's ranks may be ended before the process itself goes
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.max_receive_message_length", 256 << 20),
@@ -111,7 +112,9 @@ class ReplicaServer:
         return self._host.got_on_at
 
     def give_up(self, reason: str) -> None:
+        """From the watchdog's thread. A rank that is stopped would outlive this process, and keep its device."""
         self.call_soon(lambda: self._host.fail(reason))
+        self._host.kill_ranks(KILL_TIMEOUT)
 
     def call_soon(self, function: Callable[[], None]) -> None:
         assert self._loop is not None

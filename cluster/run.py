@@ -33,7 +33,8 @@ async def run_replica(
     ``listening`` is told HOST:PORT once the port answers, ``ready`` once the model is loaded. Raises StartupError.
     """
     stop = _signalled()
-    threads.prepare(config.rank.num_threads)
+    if config.rank.num_ranks == 1:  # else its ranks have processes of their own, and see to that there
+        threads.prepare(config.rank.num_threads)
     server = ReplicaServer(config, load, replica_id)
     address = await server.start()
     watchdog = Watchdog(server, config.step_timeout)

@@ -54,6 +54,7 @@ class ReplicaService(ReplicaServiceServicer):
             incarnation=self._incarnation,
             protocol=PROTOCOL,
             fingerprint=card.fingerprint,
+            ranks=map(codec.rank_message, self._host.ranks),
             **_limits(self._host.limits),
         )
         caller.outbox.control(pb.AttachResponse(welcome=welcome))
@@ -164,6 +165,7 @@ class ReplicaService(ReplicaServiceServicer):
             state=self._host.state,
             load=codec.load_message(self._host.load),
             stalled_seconds=self._host.stalled_seconds,
+            ranks=map(codec.rank_message, self._host.ranks),
         )
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:

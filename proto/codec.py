@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.proto import errors, replica_pb2
 from paceline.proto.hashing import DIGEST_SIZE
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import ModelCard
 from paceline.proto.request import Request, SamplingParams, TokenDelta, TokenLogprobs, Usage
 from paceline.proto.step import StepPlan, StepResult, column
@@ -197,6 +197,14 @@ def load_message(load: ReplicaLoad) -> replica_pb2.Load:
 def load_of(message: replica_pb2.Load) -> ReplicaLoad:
     values = {name: getattr(message, name) for name in ReplicaLoad.__struct_fields__}
     return ReplicaLoad(**values | {"finished_total": dict(message.finished_total)})
+
+
+def rank_message(rank: RankMemory) -> replica_pb2.RankMemory:
+    return replica_pb2.RankMemory(**{name: getattr(rank, name) for name in RankMemory.__struct_fields__})
+
+
+def rank_of(message: replica_pb2.RankMemory) -> RankMemory:
+    return RankMemory(**{name: getattr(message, name) for name in RankMemory.__struct_fields__})
 
 
 def error_message(error: errors.PacelineError) -> replica_pb2.ErrorInfo:

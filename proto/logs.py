@@ -20,11 +20,13 @@ LEVELS = ("debug", "info", "warning", "error")
 _request_id: ContextVar[str | None] = ContextVar("paceline_request_id", default=None)
 
 
-def configure(format: str = "console", level: str = "info") -> None:
-    """Replaces whatever the root logger did. Call it once, where a process begins."""
+def configure(format: str = "console", level: str = "info", **fields: object) -> None:
+    """Replaces whatever the root logger did. Call it once, where a process begins. ``fields`` are on every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if format == "json" else ConsoleLines())
     handler.addFilter(_add_request_id)
+    if fields:
+        handler.addFilter(lambda record: _add_fields(record, fields))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -67,6 +69,11 @@ class ConsoleLines(logging.Formatter):
         fields = {"request_id": getattr(record, "request_id", None), **getattr(record, "fields", {})}
         tail = "".join(f" {name}={value}" for name, value in fields.items() if value is not None)
         return super().formatMessage(record) + tail
+
+
+def _add_fields(record: logging.LogRecord, fields: dict[str, object]) -> bool:
+    record.fields = fields | getattr(record, "fields", {})
+    return True
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

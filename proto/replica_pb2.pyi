@@ -45,7 +45,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint", "max_num_seqs", "max_waiting_requests", "max_waiting_tokens")
+    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint", "max_num_seqs", "max_waiting_requests", "max_waiting_tokens", "ranks")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Welcome(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     protocol: int
@@ -60,7 +61,20 @@ class Welcome(_message.Message):
     max_num_seqs: int
     max_waiting_requests: int
     max_waiting_tokens: int
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_waiting_tokens: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankMemory]
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_waiting_tokens: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
+
+class RankMemory(_message.Message):
+    __slots__ = ("rank", "weight_bytes", "kv_bytes", "kv_bytes_per_token")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    def __init__(self, rank: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Ids(_message.Message):
     __slots__ = ("ids",)
@@ -325,18 +339,20 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "state", "load", "stalled_seconds")
+    __slots__ = ("replica_id", "incarnation", "state", "load", "stalled_seconds", "ranks")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     state: str
     load: Load
     stalled_seconds: float
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankMemory]
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., stalled_seconds: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("seconds",)

@@ -7,6 +7,7 @@ in `process.py`: `paceline --help` must not wait for torch or ray. What can be s
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ app = typer.Typer(
 )
 console = Console(stderr=True, highlight=False)
 log = logging.getLogger("paceline")
+
+MOST_RANKS_PER_CORE = 8  # a rank takes some hundred megabytes before it has read a weight
 
 Values = dict[str, Any]  # of settings, by name
 
@@ -219,8 +222,10 @@ def _replica_config(values: Values) -> Any:
     from paceline.worker.threads import available
 
     num_threads = values["num_threads"]
-    if num_threads is None and not values.get("ray_address"):  # other machines have cores of their own
-        num_threads = max(1, available() // values.get("replicas", 1))
+    if not values.get("ray_address"):  # other machines have cores of their own
+        num_cores = available()
+        num_ranks = _num_ranks_here(values, num_cores)
+        num_threads = num_threads or max(1, num_cores // num_ranks)
     rank = settings.make(
         "rank",
         values,
@@ -233,6 +238,16 @@ def _replica_config(values: Values) -> Any:
 
 def _cluster_config(values: Values) -> Any:
     return settings.make("cluster", values, replica=_replica_config(values))
+
+
+def _num_ranks_here(values: Values, num_cores: int) -> int:
+    """Each is a process on this machine. Raises StartupError for more than it can run."""
+    sizes = {name: values.get(name, 1) for name in ("replicas", "tensor_parallel_size", "pipeline_parallel_size")}
+    num_ranks, most = math.prod(sizes.values()), MOST_RANKS_PER_CORE * num_cores
+    if num_ranks > most:
+        flags = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
+        raise StartupError(f"{flags} makes {num_ranks} ranks: this machine of {num_cores} cores runs at most {most}")
+    return num_ranks
 
 
 def _read(name: str, path: str | Path | None) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from paceline.proto.load import ReplicaLoad
 from paceline.proto.request import Usage
 from paceline.router.link import Link
 
@@ -22,6 +21,11 @@ GAUGES = {
     "queued_tokens": ("queued_tokens", "Tokens that waiting and prefilling sequences still need computed."),
     "kv_blocks_used": ("blocks_used", "KV blocks that a sequence holds; cached ones are not among them."),
     "kv_blocks_total": ("blocks_total", "KV blocks in the pool."),
+}
+RANK_GAUGES = {
+    "rank_weight_bytes": ("weight_bytes", "Weights that a rank holds."),
+    "rank_kv_bytes": ("kv_bytes", "KV cache that a rank holds: its share of the whole pool."),
+    "rank_kv_bytes_per_token": ("kv_bytes_per_token", "KV cache that a token takes on a rank."),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of admitted requests, once per prompt."),
@@ -37,7 +41,7 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 class EngineCollector:
-    """Reads the replicas' last loads when it is scraped."""
+    """Reads the replicas' last loads, and what they said of their ranks, when it is scraped."""
 
     def __init__(self, links: Callable[[], Sequence[Link]]):
         self._links = links
@@ -52,6 +56,13 @@ class EngineCollector:
             yield _filled(GaugeMetricFamily(f"paceline_engine_{name}", about, labels=labels), loads, attribute)
         for name, (attribute, about) in COUNTERS.items():
             yield _filled(CounterMetricFamily(f"paceline_engine_{name}", about, labels=labels), loads, attribute)
+        ranks = [
+            ([link.card.name, link.replica_id, str(rank.rank)], rank) for link in self._links() for rank in link.ranks
+        ]
+        for name, (attribute, about) in RANK_GAUGES.items():
+            yield _filled(
+                GaugeMetricFamily(f"paceline_engine_{name}", about, labels=[*labels, "rank"]), ranks, attribute
+            )
         ready = GaugeMetricFamily("paceline_router_replica_ready", "1: it takes requests. 0: it drains.", labels=labels)
         for link in self._links():
             ready.add_metric([link.card.name, link.replica_id], link.usable)
@@ -60,9 +71,9 @@ class EngineCollector:
         yield GaugeMetricFamily("paceline_router_replicas_ready", "Replicas that take requests.", value=usable)
 
 
-def _filled(family: Any, loads: list[tuple[list[str], ReplicaLoad]], attribute: str) -> Metric:
-    for labels, load in loads:
-        family.add_metric(labels, getattr(load, attribute))
+def _filled(family: Any, rows: list[tuple[list[str], Any]], attribute: str) -> Metric:
+    for labels, row in rows:
+        family.add_metric(labels, getattr(row, attribute))
     return family
 
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None
     cluster = Cluster(cluster_config)
     try:
         with _interruptible(), console.status("starting Ray") as shown:
-            address, loaded = cluster.start(lambda states: shown.update(_progress_line(states)))
+            address, loaded = cluster.start(_progress(console, shown))
         for line in loaded:
             log.info(line)
         router_config = msgspec.structs.replace(router_config, controller=address)
@@ -133,8 +133,19 @@ def _prepare_ray(config: Any) -> None:
         os.environ |= local
 
 
-def _progress_line(states: dict[str, str]) -> str:
-    return ", ".join(f"{name} {state}" for name, state in states.items()) or "starting"
+def _progress(console: Console, shown: Any) -> Callable[[dict[str, str]], None]:
+    """Shows states as they change: in place, or as lines where nobody watches a terminal."""
+    last = ""
+
+    def tell(states: dict[str, str]) -> None:
+        nonlocal last
+        line = ", ".join(f"{name} {state}" for name, state in states.items()) or "starting"
+        if line != last and not console.is_terminal:
+            log.info(line)
+        last = line
+        shown.update(line)
+
+    return tell
 
 
 def _greet(url: str, model_name: str) -> None:

@@ -81,16 +81,27 @@ class Setting:
             raise StartupError(f"{where}: {text[0].lower()}{text[1:]}, not {value!r}") from None
 
 
-def _row(panel: str, name: str, help: str, *into: str, least: Any = None, most: Any = None, **more: Any) -> Setting:
-    """A Setting whose type, default and commands are those of its first field, unless they are given."""
+def _row(
+    panel: str,
+    name: str,
+    help: str,
+    *into: str,
+    least: Any = None,
+    most: Any = None,
+    above: Any = None,
+    **more: Any,
+) -> Setting:
+    """A Setting whose type, default and commands are those of its first field, unless they are given. What is as much
+    as ``above`` is too little."""
     if into:
         room, field = into[0].split(".")
         hint = _without_none(typing.get_type_hints(CONFIGS[room])[field])
         default = next(f.default for f in msgspec.structs.fields(CONFIGS[room]) if f.name == field)
         of_rooms = {command: None for path in into for command in COMMANDS[path.split(".")[0]]}
         more = {"type": hint, "default": default, "commands": tuple(of_rooms)} | more
-    if least is not None or most is not None:
-        more["type"] = typing.Annotated[more["type"], msgspec.Meta(ge=least, le=most)]
+    bounds: dict[str, Any] = {"ge": least, "le": most, "gt": above}
+    if bounds := {kind: value for kind, value in bounds.items() if value is not None}:
+        more["type"] = typing.Annotated[more["type"], msgspec.Meta(**bounds)]
     return Setting(name, panel, help, into, **more)
 
 
@@ -153,20 +164,20 @@ SETTINGS: tuple[Setting, ...] = (
          choices=("auto", "torch")),
     _row(ENGINE, "step_timeout", "Seconds without a step, while there is work, after which a replica ends itself.",
          "replica.step_timeout", least=0),
-
     _row(ENGINE, "start_timeout", "Seconds that each phase of the start of several ranks may take.",
-         "replica.start_timeout", least=0),
+         "replica.start_timeout", above=0),
 
     _row(MEMORY, "block_size", "Tokens per KV block.", "rank.block_size", least=1),
     _row(MEMORY, "num_kv_blocks", "KV blocks in the pool.", "rank.num_kv_blocks", least=1,
          shown="sized from free memory", also=("--num-gpu-blocks-override",)),
     _row(MEMORY, "kv_memory_share", "Share of the memory that is free after the weights.", "rank.kv_memory_share",
          least=0.0, most=1.0, shown="by device", also=("--gpu-memory-utilization",)),
-    _row(MEMORY, "tensor_parallel_size", "Ranks that share every layer.", "rank.tensor_parallel_size", least=1,
-         also=("-tp",)),
-    _row(MEMORY, "pipeline_parallel_size", "Stages that share the layers out.", "rank.pipeline_parallel_size", least=1,
-         also=("-pp",)),
-    _row(MEMORY, "rank_memory", "GiB that one rank may take for weights and KV.", "rank.rank_memory", least=0,
+    _row(MEMORY, "tensor_parallel_size", "Ranks that share every layer; they stand on one node.",
+         "rank.tensor_parallel_size", least=1, also=("-tp",)),
+    _row(MEMORY, "pipeline_parallel_size",
+         "Stages that share the layers out; each is as many ranks as --tensor-parallel-size says.",
+         "rank.pipeline_parallel_size", least=1, also=("-pp",)),
+    _row(MEMORY, "rank_memory", "GiB that one rank may take for weights and KV.", "rank.rank_memory", above=0,
          shown="what its device has"),
     _row(MEMORY, "device", "Where the model runs.", "rank.device", choices=("auto", "cpu", "cuda")),
     _row(MEMORY, "num_threads", "Compute threads per rank.", "rank.num_threads", least=1,
@@ -182,16 +193,14 @@ SETTINGS: tuple[Setting, ...] = (
          "router.replicas_dns", commands=("router",)),
     _row(CLUSTER, "routing_policy", "How the router picks a replica.", "router.routing_policy",
          choices=("least_loaded", "round_robin", "power_of_two")),
-    _row(CLUSTER, "controller_host", "Address that the controller listens on.", "cluster.host",
-         commands=("controller",)),
+    _row(CLUSTER, "controller_host", "Address that the controller listens on.", "cluster.host"),
     _row(CLUSTER, "controller_advertise", "Host of the controller that routers are told.", "cluster.advertise",
          commands=("controller",), shown="this machine's address"),
     _row(CLUSTER, "controller_port", "Port of the controller; 0 takes a free one.", "cluster.controller_port",
          least=0, most=65535),
     _row(CLUSTER, "placement_timeout", "Seconds a replica may wait for room before it counts as not placeable.",
          "cluster.placement_timeout", least=0),
-    _row(CLUSTER, "replica_host", "Address that the replica listens on.", "replica.host",
-         commands=("controller", "replica")),
+    _row(CLUSTER, "replica_host", "Address that the replica listens on.", "replica.host"),
     _row(CLUSTER, "replica_advertise", "Host of the replica that routers are told.", "replica.advertise",
          commands=("replica",), shown="this machine's address"),
     _row(CLUSTER, "replica_port", "Port of the replica; 0 takes a free one.", "replica.port", least=0, most=65535,

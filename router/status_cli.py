@@ -4,7 +4,8 @@ Metrics know the replicas that serve; the controller also those that load, drain
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,11 +20,15 @@ from paceline.router.client import Client, Refused
 
 INTERVAL = 1.0  # seconds between looks
 PREFIX = "paceline_engine_"
-COLUMNS = ("replica", "state", "running", "waiting", "kv_used", "kv_total", "tokens_per_s", "reason")
+COLUMNS = (
+    "replica", "state", "running", "waiting", "kv_used", "kv_total", "tokens_per_s", "weights_mib", "kv_mib", "reason"
+)  # fmt: skip
 
 
 @dataclass
 class Row:
+    """``weights`` and ``kv`` are bytes by rank."""
+
     replica_id: str
     state: str = "ready"
     running: int = 0
@@ -31,11 +36,14 @@ class Row:
     kv_used: int = 0
     kv_total: int = 0
     tokens_per_s: float = 0.0
+    weights: dict[int, float] = field(default_factory=dict)
+    kv: dict[int, float] = field(default_factory=dict)
     reason: str = ""
 
     def cells(self) -> list[str]:
         counts = [self.running, self.waiting, self.kv_used, self.kv_total]
-        return [self.replica_id, self.state, *map(str, counts), f"{self.tokens_per_s:.1f}", self.reason]
+        ranks = [_by_rank(self.weights), _by_rank(self.kv)]
+        return [self.replica_id, self.state, *map(str, counts), f"{self.tokens_per_s:.1f}", *ranks, self.reason]
 
 
 class Status:
@@ -89,6 +97,10 @@ class Status:
                 name = sample.name.removeprefix(PREFIX)
                 if name in fields:
                     setattr(row, fields[name], int(sample.value))
+                elif name == "rank_weight_bytes":
+                    row.weights[int(sample.labels["rank"])] = sample.value
+                elif name == "rank_kv_bytes":
+                    row.kv[int(sample.labels["rank"])] = sample.value
                 elif name == "paceline_router_replica_ready":
                     row.state = "ready" if sample.value else "draining"
                 elif name == "generation_tokens_total":
@@ -115,11 +127,18 @@ class Status:
 
     def _table(self) -> Table:
         table = Table(title=f"{self._client.url}", title_justify="left")
-        for name, justify in zip(COLUMNS, ("left", "left", *["right"] * 5, "left"), strict=True):
+        for name, justify in zip(COLUMNS, ("left", "left", *["right"] * 7, "left"), strict=True):
             table.add_column(name.replace("_", " "), justify=justify)  # type: ignore[arg-type]
         for row in self.rows():
             table.add_row(*row.cells())
         return table
+
+
+def _by_rank(held: dict[int, float]) -> str:
+    """MiB of each rank in turn, equal neighbours together: 2 x 61.5 + 2 x 64.0."""
+    figures = [f"{held[rank] / 2**20:.1f}" for rank in sorted(held)]
+    runs = [(figure, len(list(run))) for figure, run in groupby(figures)]
+    return " + ".join(figure if count == 1 else f"{count} x {figure}" for figure, count in runs)
 
 
 def _name(state: int) -> str:

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from paceline.proto import codec, replica_pb2, replica_pb2_grpc
 from paceline.proto.errors import PacelineError
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import KVGroup, ModelCard
 from paceline.proto.request import (
     FINISH_ERROR,
@@ -109,6 +109,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         silent: bool = False,
         hold: bool = False,
         load: ReplicaLoad | None = None,
+        ranks: tuple[RankMemory, ...] = (),
         per_frame: int = 1,
         max_num_seqs: int = 0,
         max_waiting_requests: int = 0,
@@ -123,6 +124,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.silent, self.per_frame = silent, per_frame
         self.max_num_seqs, self.max_waiting_requests = max_num_seqs, max_waiting_requests
         self.load = load or ReplicaLoad(blocks_total=100)
+        self.ranks = ranks
         self.submissions: list[Request] = []
         self.cancels: list[int] = []
         self.finishes: list[tuple[int, int, int]] = []
@@ -178,6 +180,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             replica_id=self.replica_id,
             protocol=1,
             fingerprint=self.card.fingerprint,
+            ranks=map(codec.rank_message, self.ranks),
             max_num_seqs=self.max_num_seqs,
             max_waiting_requests=self.max_waiting_requests,
         )

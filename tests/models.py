@@ -23,6 +23,20 @@ CHAT_TEMPLATE = (
 )
 
 
+# Fields of `tiny_llama_folder` for models that are cut into ranks' shares: one into equal ones, one into unequal ones.
+EVEN = {"num_hidden_layers": 4}
+UNEVEN = {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 144,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+
 def tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
     """Byte-level BPE in the way of GPT-2: 256 bytes, three special tokens (ids 0, 1, 2) and some merges."""
     tokenizer = Tokenizer(models.BPE())

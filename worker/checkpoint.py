@@ -67,8 +67,8 @@ class FolderCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.holders[name].shape(name)
 
-    def get(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        return self.holders[name].get(name, rows or slice(None))
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        return self.holders[name].get(name, rows, columns)
 
     def identity(self) -> bytes:
         parts = [json.dumps(self.config, sort_keys=True).encode()]
@@ -115,8 +115,9 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
 
-    def get(self, name: str, rows: slice) -> torch.Tensor:
-        return self.handle.get_slice(name)[rows]
+    def get(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
+        values = self.handle.get_slice(name)
+        return values[rows or slice(None)] if columns is None else values[rows or slice(None), columns]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -59,8 +59,8 @@ class Checkpoint(ABC):
         """Raises KeyError for a name that is not in ``names()``."""
 
     @abstractmethod
-    def get(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or rows ``[start, stop)`` of its first dimension; only those are read. A copy, on the CPU."""
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """The tensor, or ``[start, stop)`` of its first and second dimension; only that is read. A copy, on the CPU."""
 
     @abstractmethod
     def identity(self) -> bytes:

@@ -1,7 +1,7 @@
 """A Llama out of one GGUF file: metadata becomes the spec, ggml's tensor names and row order become Hugging Face's.
 
 The container is gguf_file.py's, the tokenizer gguf_tokenizer.py's. Quantized tensors are dequantized to float32 when
-asked for, a row range at a time; nothing is computed on quantized weights.
+asked for, and only the rows and columns asked for; nothing is computed on quantized weights.
 """
 
 import math
@@ -76,10 +76,17 @@ class GGUFCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
-    def get(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
-        values = _decode(self.file.rows(tensor.name)[self._order(name, rows or slice(None))], tensor)
-        return values.reshape(-1, *tensor.shape[1:])
+        raw = self.file.rows(tensor.name)
+        order = self._order(name, rows or slice(None))
+        if columns is None:
+            return _decode(raw[order], tensor.kind).reshape(-1, *tensor.shape[1:])
+        # Whole blocks that cover the columns are decoded, and what is too much is cut off.
+        block_len, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+        first, last = columns.start // block_len, -(-columns.stop // block_len)
+        values = _decode(raw[:, first * block_bytes : last * block_bytes][order], tensor.kind)
+        return values[:, columns.start - first * block_len : columns.stop - first * block_len]
 
     def _order(self, name: str, rows: slice) -> slice | np.ndarray:
         """Which rows of the file are these? Rows are quantized one by one, so they may be picked before decoding."""
@@ -113,18 +120,18 @@ def halves_order(num_heads: int, head_dim: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(-1)
 
 
-def _decode(raw: np.ndarray, tensor: GGUFTensor) -> torch.Tensor:
+def _decode(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
     """uint8 [rows, bytes] -> [rows, values per row] in the plain dtype stored, or float32 where quantized."""
-    kind = tensor.kind.name
-    if kind not in PLAIN_DTYPES:
-        # The package works on 16 rows at a time. Blocks know no rows, so short rows are joined until 16 of them fill
-        # the cache: measured twice as fast on SmolLM2.
-        num_rows, row_len = raw.shape[0], math.prod(tensor.shape[1:])
-        power = max(FOLDED_VALUES // row_len, 1).bit_length() - 1
-        fold = math.gcd(num_rows, 1 << power)
-        values = gguf.quants.dequantize(raw.reshape(num_rows // fold, -1), tensor.kind)
-        return torch.from_numpy(values).reshape(num_rows, row_len)
-    return torch.from_numpy(np.array(raw)).view(getattr(torch, PLAIN_DTYPES[kind]))  # a copy: the map is read-only
+    if kind.name in PLAIN_DTYPES:  # a copy: the map is read-only
+        return torch.from_numpy(np.array(raw, order="C")).view(getattr(torch, PLAIN_DTYPES[kind.name]))
+    # The package works on 16 rows at a time. Blocks know no rows, so short rows are joined until 16 of them fill the
+    # cache: measured twice as fast on SmolLM2.
+    block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_rows, row_len = raw.shape[0], raw.shape[1] // block_bytes * block_len
+    power = max(FOLDED_VALUES // row_len, 1).bit_length() - 1
+    fold = math.gcd(num_rows, 1 << power)
+    values = gguf.quants.dequantize(raw.reshape(num_rows // fold, -1), kind)
+    return torch.from_numpy(values).reshape(num_rows, row_len)
 
 
 def _spec(file: GGUFFile) -> ModelSpec:
@@ -169,7 +176,7 @@ def _rope_scaling(file: GGUFFile) -> RopeScaling | None:
     """Llama 3.1's scaling comes as a tensor of divisors, one per frequency, with no trace of its four parameters."""
     meta = file.metadata
     if ROPE_FACTORS in file.tensors:
-        factors = _decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS]).flatten().tolist()
+        factors = _decode(file.rows(ROPE_FACTORS), file.tensors[ROPE_FACTORS].kind).flatten().tolist()
         return RopeScaling(kind="factors", factors=tuple(factors)) if set(factors) != {1.0} else None
     kind = meta.get("llama.rope.scaling.type", "linear" if "llama.rope.scale_linear" in meta else "none")
     factor = float(meta.get("llama.rope.scaling.factor", meta.get("llama.rope.scale_linear", 1.0)))

@@ -1,7 +1,8 @@
-"""Fills a model from a checkpoint, tensor by tensor. Knows names and shapes, not file formats.
+"""Fills one rank's share of a model from a checkpoint, tensor by tensor. Knows names and shapes, not file formats.
 
 Memory for a weight is taken when its first part arrives, and a module is packed as soon as it is whole: at no time is a
-second copy of the model held. A missing, surplus or misshapen tensor is refused before anything is read.
+second copy of the model held. Of each tensor only this rank's rows and columns are read. A missing, surplus or
+misshapen tensor is refused before anything is read, also one that only other ranks need.
 """
 
 from collections import Counter
@@ -12,25 +13,31 @@ from torch import nn
 
 from paceline.proto.errors import StartupError
 from paceline.worker.checkpoint_base import Checkpoint
-from paceline.worker.layers.linear import FusedLinear
+from paceline.worker.layers.embedding import Head
+from paceline.worker.layers.linear import FusedLinear, can_pack
 from paceline.worker.models.decoder import CausalLM
+from paceline.worker.shards import Part
 
 _SHOWN = 3  # tensors that one error names
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor of the file goes: a module's parameter, whole or some of its rows."""
+    """Where (part of) a tensor of the file goes: a module's parameter, whole or some of its rows."""
 
     module: nn.Module
     module_name: str
     parameter: str  # "weight" or "bias"
     rows: slice | None
+    held: tuple[Part, ...]  # of each dimension of the file's tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        whole = getattr(self.module, self.parameter).shape
-        return tuple(whole) if self.rows is None else (self.rows.stop - self.rows.start, *whole[1:])
+    def file_shape(self) -> tuple[int, ...]:
+        return tuple(part.whole for part in self.held)
+
+    def read(self, checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        rows, *columns = (None if part.is_all else part.slice for part in self.held)
+        return checkpoint.get(name, rows, *columns)
 
 
 def load_weights(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> int:
@@ -38,44 +45,66 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, device: torch.device) 
 
     Raises StartupError, in one sentence, naming up to three tensors that are missing, unknown or of the wrong shape.
     """
+    check_tensors(model, checkpoint)
     targets = find_targets(model)
-    names = [name for name in checkpoint.names() if not _ignorable(name, model)]
-    _refuse(targets, names, checkpoint)
+    names = [name for name in checkpoint.names() if name in targets]
     waiting = Counter(target.module_name for target in targets.values())
     for name in names:
         target = targets[name]
-        _fill(target, checkpoint.get(name), device)
+        _fill(target, target.read(checkpoint, name), device)
         waiting[target.module_name] -= 1
         if not waiting[target.module_name]:
             _pack(target.module)
-    if model.spec.tie_embeddings:  # has no tensor of its own, and the embedding is there now
-        _pack(model.lm_head)
+    head = _head(model)
+    if head is not None and head.is_tied:  # has no tensor of its own, and the embedding is there now
+        head.pack()
     return weight_bytes(model)
 
 
+def check_tensors(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """Raises StartupError unless the files hold the whole model that ``model`` is a share of, and nothing else."""
+    whole = model if model.place.num_ranks == 1 else type(model)(model.spec, torch.float32)
+    _refuse(find_targets(whole), [name for name in checkpoint.names() if not _ignorable(name, model)], checkpoint)
+
+
 def find_targets(model: CausalLM) -> dict[str, Target]:
-    """Every tensor name that the file must have, and where it goes."""
+    """Every tensor name that the file must have for this share of the model, and where it goes."""
     targets = {}
     for module_name, module in model.named_modules():
         stem, _, leaf = module_name.rpartition(".")
-        for parameter, _ in module.named_parameters(recurse=False):
+        held = getattr(module, "held", {})
+        for parameter, values in module.named_parameters(recurse=False):
             if isinstance(module, FusedLinear) and leaf in model.packed:
-                for part, source in enumerate(model.packed[leaf]):
+                rest = tuple(Part.all(size) for size in values.shape[1:])
+                for index, source in enumerate(model.packed[leaf]):
                     name = f"{stem}.{source}.{parameter}"
-                    targets[name] = Target(module, module_name, parameter, module.rows_of(part))
-            else:
-                targets[f"{module_name}.{parameter}"] = Target(module, module_name, parameter, None)
+                    parts = (module.parts[index], *rest)
+                    targets[name] = Target(module, module_name, parameter, module.rows_of(index), parts)
+                continue
+            name = f"{module_name}.{parameter}"
+            if model.spec.tie_embeddings and isinstance(module, Head):
+                name = "model.embed_tokens.weight"
+            parts = held.get(parameter) or tuple(Part.all(size) for size in values.shape)
+            targets[name] = Target(module, module_name, parameter, None, parts)
     return targets
 
 
-def weight_bytes(model: CausalLM) -> int:
-    """Bytes of parameters and of packed weights."""
+def weight_bytes(model: CausalLM, device: torch.device | None = None) -> int:
+    """Bytes of parameters and of packed weights: those of ``model`` as it is or, given a device and a model on the meta
+    device, as they will be there."""
     total = sum(parameter.nbytes for parameter in model.parameters())
+    if device is not None:
+        head = _head(model)
+        return total + (head.rows.nbytes if head is not None and can_pack(device, head.rows.dtype) else 0)
     for module in model.modules():
         packed = getattr(module, "packed", None)
         if isinstance(packed, torch.Tensor):
             total += packed.numel() * packed.element_size()
     return total
+
+
+def _head(model: CausalLM) -> Head | None:
+    return model.lm_head if model.place.is_last_stage else None
 
 
 def _ignorable(name: str, model: CausalLM) -> bool:
@@ -91,9 +120,9 @@ def _refuse(targets: dict[str, Target], names: list[str], checkpoint: Checkpoint
     if surplus:
         raise StartupError(f"The model's files hold {_list(surplus)}, which this architecture does not have.")
     wrong = [
-        f"{name} is {list(checkpoint.shape(name))} and should be {list(targets[name].shape)}"
+        f"{name} is {list(checkpoint.shape(name))} and should be {list(targets[name].file_shape)}"
         for name in names
-        if tuple(checkpoint.shape(name)) != targets[name].shape
+        if tuple(checkpoint.shape(name)) != targets[name].file_shape
     ]
     if wrong:
         raise StartupError(f"The model's tensors do not fit its config: {_list(wrong, '')}.")

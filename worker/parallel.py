@@ -23,6 +23,10 @@ class Place:
         return cls(tp, pp, rank % tp, rank // tp)
 
     @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
     def rank(self) -> int:
         return self.pp_rank * self.tp + self.tp_rank
 
@@ -41,10 +45,14 @@ class Place:
 
 
 class Groups:
-    """A rank alone. Collectives are called by all ranks of a stage, in the same order, with equal shapes."""
+    """A rank alone. Collectives are called by all ranks of a stage, in the same order, with equal shapes.
 
-    def __init__(self, place: Place | None = None):
+    ``num_on_host``: ranks of the gang on this rank's host, itself included; they share its memory.
+    """
+
+    def __init__(self, place: Place | None = None, num_on_host: int = 1):
         self.place = place or Place()
+        self.num_on_host = num_on_host
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Over the tensor ranks of this stage, the same bits on each. May be done in place: ``x`` is given away."""
@@ -69,8 +77,12 @@ class Groups:
         raise AssertionError("there is no stage before")
 
     def smallest(self, value: int) -> int:
-        """Of all ranks of the gang."""
+        """Of all ranks of the gang, who all come here before any goes on."""
         return value
+
+    def barrier(self) -> None:
+        """Returns once all ranks of the gang are here."""
+        self.smallest(0)
 
     def close(self) -> None:
         """Lets go of sockets and shared memory."""

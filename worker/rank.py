@@ -6,33 +6,32 @@ Construction, warm-up and steps run on one thread: nobody else touches torch in 
 import logging
 import os
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from paceline.proto.errors import StartupError
 from paceline.proto.load import RankMemory
 from paceline.proto.request import SamplingParams
-from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, StepResult, column
+from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, column
 from paceline.worker import threads
 from paceline.worker.attention.base import select
-from paceline.worker.batch import Batch
 from paceline.worker.card import make_card
 from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.dump import DumpHeader, write_dump
-from paceline.worker.kv_cache import GIB, KVCache, bytes_per_token, free_memory, plan_pool
-from paceline.worker.loader import load_weights
+from paceline.worker.kv_cache import KVCache, bytes_per_token
+from paceline.worker.loader import check_tensors, load_weights, weight_bytes
+from paceline.worker.memory import GIB, check_weights, fit_length, free_memory, plan_pool, size_text
 from paceline.worker.models import model_class
 from paceline.worker.parallel import Groups
+from paceline.worker.pending import PendingStep
 from paceline.worker.runner import Runner
-from paceline.worker.sampler import Drawn, Sampler
+from paceline.worker.sampler import Sampler
 from paceline.worker.table import SlotTable
 
 KEPT_PLANS = 256
@@ -62,41 +61,12 @@ class Memory:
         return self.num_kv_blocks // -(-self.max_model_len // self.block_size)
 
 
-class PendingStep:
-    """A step that the device was told to do. ``result`` waits for it; on a CPU it is done already."""
-
-    def __init__(self, plan: StepPlan, batch: Batch, drawn: Drawn | None):
-        self._plan, self._batch, self._drawn = plan, batch, drawn
-
-    def result(self) -> StepResult:
-        """One row per chunk, in the plan's order. Rows whose logits are not finite have no id and a fault."""
-        rows = len(self._plan.chunk_slots)
-        num_ids, ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        logprobs, faults = {}, {}
-        if self._drawn is not None:
-            plan_rows = self._batch.order[self._batch.samples]
-            fine = np.isfinite(self._drawn.peaks.cpu().numpy())
-            num_ids[plan_rows] = fine
-            ids[plan_rows] = self._drawn.ids.cpu().numpy()
-            faults = {int(row): "the model's logits are not finite" for row in plan_rows[~fine]}
-            if self._drawn.logprobs is not None:
-                told = self._drawn.logprobs.by_draw()
-                logprobs = {int(plan_rows[draw]): [token] for draw, token in told.items() if fine[draw]}
-        return StepResult(
-            step_id=self._plan.step_id,
-            epochs=self._plan.chunk_epochs,
-            num_ids=_array(num_ids),
-            ids=_array(ids[num_ids > 0]),
-            logprobs=logprobs,
-            faults=faults,
-        )
-
-
 class Rank:
-    """Loads what ``config`` names and then executes plans, in the order in which they are handed in.
+    """Loads its share of what ``config`` names and then executes plans, in the order in which they are handed in.
 
-    card: the ModelCard. memory: `Memory`. num_kv_blocks: size of the pool, blocks 1 .. num_kv_blocks.
-    Raises StartupError where the model, the memory or a setting does not allow a start.
+    card: the ModelCard. memory: `Memory`. num_kv_blocks: size of the pool, blocks 1 .. num_kv_blocks; with
+    max_model_len it is the same on all ranks of the gang. The ranks of a gang start and execute plans in lock-step:
+    ``groups`` wait for each other. Raises StartupError where the model, the memory or a setting does not allow a start.
     ``on_phase`` is told each phase of the start and its seconds.
     """
 
@@ -118,8 +88,10 @@ class Rank:
         An exception means that the cache may be half written: the plans are dumped, and the rank is of no more use.
         """
         self._plans.append(plan)
+        began = time.perf_counter()
         try:
-            return PendingStep(plan, *self.runner.run(plan))
+            batch, drawn = self.runner.run(plan)
+            return PendingStep(plan, batch, drawn, time.perf_counter() - began)
         except Exception as error:
             self._dump(error)
             raise
@@ -140,15 +112,26 @@ class Rank:
         )
 
     def describe(self) -> str:
-        """One line: weights, KV bytes per token, blocks, and how many full-length requests fit."""
+        """One line: what share of the model, weights, KV bytes per token, blocks, and how many full requests fit."""
         memory = self.memory
         return (
-            f"{self.card.name} on {self.device.type} in {_name(self.dtype)}, attention by {self.backend_name}, "
-            f"{torch.get_num_threads()} threads: "
-            f"weights {memory.weight_bytes / GIB:.2f} GiB, KV {memory.kv_bytes_per_token} bytes per token, "
-            f"{memory.num_kv_blocks} blocks of {memory.block_size} tokens ({memory.pool_bytes / GIB:.2f} GiB), "
+            f"{self.config.served_model_name}{self._share()} on {self.device.type} in {_name(self.dtype)}, "
+            f"attention by {self.backend_name}, {torch.get_num_threads()} threads: "
+            f"weights {size_text(memory.weight_bytes)}, KV {memory.kv_bytes_per_token} bytes per token, "
+            f"{memory.num_kv_blocks} blocks of {memory.block_size} tokens ({size_text(memory.pool_bytes)}), "
             f"{memory.full_length_requests} requests of {memory.max_model_len} tokens fit"
         )
+
+    def _share(self) -> str:
+        """Which part of the model this is, where there are several."""
+        place, shard = self.groups.place, self.runner.model.shard
+        if place.num_ranks == 1:
+            return ""
+        told = [
+            f"{noun} {part.start}-{part.stop - 1} of {part.whole}"
+            for noun, part in (("layers", shard.layers), ("heads", shard.heads), ("KV heads", shard.kv_heads))
+        ]
+        return f", rank {place.rank} of {place.num_ranks} (stage {place.pp_rank}: {', '.join(told)})"
 
     def _start(self) -> None:
         config = self.config
@@ -157,20 +140,29 @@ class Rank:
             spec = checkpoint.spec
             backend = select(config.attention_backend, self.device, self.dtype, spec.head_dim)
             self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
-            model = model_class(spec)(spec, self.dtype)
+            model = model_class(spec)(spec, self.dtype, self.groups)
+            check_tensors(model, checkpoint)
+            token_bytes = bytes_per_token(spec, model.shard, self.dtype)
+            block_bytes = config.block_size * token_bytes
+            limit = None if config.rank_memory is None else int(config.rank_memory * GIB)
+            needed = weight_bytes(model, self.device)
+            check_weights(needed, block_bytes, limit, free_memory(self.device, self.groups.num_on_host))
+            self.groups.barrier()  # nobody loads before all have seen what is free
         with self._phase("weights"):
-            weight_bytes = load_weights(model, checkpoint, self.device)
+            held_bytes = load_weights(model, checkpoint, self.device)
+            self.groups.barrier()
         with self._phase("kv pool"):
-            num_blocks, max_model_len = plan_pool(
-                spec,
-                self.dtype,
+            num_blocks = plan_pool(
+                block_bytes,
                 config.block_size,
                 config.num_kv_blocks,
                 config.kv_memory_share,
-                free_memory(self.device),
-                config.max_model_len,
+                free_memory(self.device, self.groups.num_on_host),
+                None if limit is None else limit - held_bytes,
             )
-            cache = KVCache(spec, num_blocks, config.block_size, self.dtype, self.device)
+            num_blocks = self.groups.smallest(num_blocks)
+            max_model_len = fit_length(spec.max_position, config.max_model_len, num_blocks * config.block_size)
+            cache = KVCache(spec, model.shard, num_blocks, config.block_size, self.dtype, self.device)
             table = SlotTable(config.max_num_seqs, max_model_len, config.block_size, device=self.device)
         with self._phase("card"):
             self.card = make_card(
@@ -180,15 +172,16 @@ class Rank:
                 max_model_len=max_model_len,
                 block_size=config.block_size,
             )
-        self.memory = Memory(
-            weight_bytes, bytes_per_token(spec, self.dtype), num_blocks, config.block_size, max_model_len
-        )
-        self.runner = Runner(model, cache, backend, Sampler(self.card.vocab_size), table)
+        self.memory = Memory(held_bytes, token_bytes, num_blocks, config.block_size, max_model_len)
+        self.runner = Runner(model, cache, backend, Sampler(self.card.vocab_size), table, self.groups)
         with self._phase("warm-up"):
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Makes kernels and allocators ready for the smallest and the largest steps. Writes go to the null block."""
+        """Makes kernels, allocators and the ways between ranks ready for the smallest and the largest steps.
+
+        Writes go to the null block.
+        """
         longest = min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)
         for rows, length in ((1, longest), (1, 1), (self.config.max_num_seqs, 1)):
             plan = warm_up_plan(rows, length)
@@ -264,9 +257,3 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _array(values: np.ndarray) -> array:
-    result = column()
-    result.frombytes(values.astype(np.int32).tobytes())
-    return result

@@ -1,4 +1,7 @@
-"""Runs a dump of plans again, on the reference backend. What the rank had in its cache before is not in a dump."""
+"""Runs a dump of plans again, on the reference backend. What the rank had in its cache before is not in a dump.
+
+Plans say nothing of who holds what, so those of a gang run on one rank that holds the whole model.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +37,10 @@ def replay(path: Path, model: str | None = None) -> Iterator[Replayed]:
             num_kv_blocks=header.num_kv_blocks,
             max_model_len=header.max_model_len,
             attention_backend="torch",
+            device=header.config.device.partition(":")[0],
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            rank_memory=None,
             dump_dir=None,
         )
     )

@@ -8,7 +8,7 @@ import queue
 import time
 from collections.abc import Callable
 
-from paceline.cluster.engine.executor import Executor
+from paceline.cluster.engine.executor import IDLE_CHECK, Executor
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.proto.errors import PacelineError, ReplicaLost
 from paceline.proto.load import ReplicaLoad
@@ -17,7 +17,6 @@ from paceline.proto.request import FINISH_ERROR, Request, TokenDelta
 log = logging.getLogger("paceline.engine")
 
 LOAD_PERIOD = 0.25  # seconds between snapshots while busy
-IDLE_CHECK = 1.0  # seconds of idleness after which the invariants are checked
 
 
 class Engine:
@@ -93,7 +92,8 @@ class Engine:
             command()
 
     def _sleep(self) -> Callable[[], None] | None:
-        """Until the next command. Idleness is told at once; if it lasts, the invariants are checked and rates fall."""
+        """Until the next command. Idleness is told at once; if it lasts, the invariants are checked and rates fall, and
+        then and again the executor is looked at."""
         self._got_on_at = None
         self._snapshot(force=True)
         try:
@@ -106,7 +106,12 @@ class Engine:
             log.exception("an invariant does not hold; the replica goes on")
         self._rate_since = (time.monotonic(), self.scheduler.counters.generated)
         self._snapshot(force=True)
-        return self._inbox.get()
+        while True:
+            self._executor.check()
+            try:
+                return self._inbox.get(timeout=IDLE_CHECK)
+            except queue.Empty:
+                pass
 
     def _end_all(self, error: str) -> list[TokenDelta]:
         """As lost with the replica: a router may go on with them elsewhere."""

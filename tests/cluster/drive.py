@@ -15,7 +15,7 @@ from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.service import PROTOCOL
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import ModelCard
 from paceline.proto.replica_pb2_grpc import ReplicaServiceStub
 from paceline.proto.request import Request
@@ -101,12 +101,13 @@ async def running_replica(
     card: ModelCard = CARD,
     num_blocks: int = 512,
     load: Callable | None = None,
+    ranks: tuple[RankMemory, ...] = (),
     wait: bool = True,
     replica_id: str = "replica-t",
     **settings,
 ) -> AsyncIterator[Replica]:
     executor = executor or GatedExecutor(gate_open=True)
-    loaded = Loaded(executor, card, num_blocks, "a fake")
+    loaded = Loaded(executor, card, num_blocks, "a fake", ranks=ranks)
     server = ReplicaServer(replica_config(**settings), load or (lambda config, on_phase: loaded), replica_id)
     address = await server.start()
     try:

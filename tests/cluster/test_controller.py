@@ -307,7 +307,8 @@ async def test_a_model_that_cannot_load_fails_the_start_with_one_sentence(tmp_pa
 async def test_a_replica_that_nothing_has_room_for_waits_and_says_why(model):
     async with launched(model, 1, size="small", num_cpus_per_rank=8, placement_timeout=1.0) as cluster:
         telling = asyncio.create_task(cluster.told())
-        reason = "pending (cannot place: needs 8 CPU, the cluster has 1, 1 of them free)"
-        await until(lambda: {"replica-0": reason} in cluster.states, TIMEOUT)
+        reason = "pending (cannot place: needs 8 CPU on one node; no node is so large (free: "
+        await until(lambda: cluster.states and cluster.states[-1]["replica-0"].startswith(reason), TIMEOUT)
+        assert cluster.states[-1]["replica-0"].endswith(" 1 of 1 CPU))")
         assert cluster.states[0] == {"replica-0": "pending"}
         telling.cancel()

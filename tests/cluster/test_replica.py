@@ -16,6 +16,7 @@ from paceline.cluster.engine.executor import Loaded
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.errors import ContextLengthExceeded, StartupError
+from paceline.proto.load import RankMemory
 from paceline.proto.replica_pb2_grpc import ReplicaServiceStub
 from paceline.router.link import Link, Mailbox, attach, open_channel
 from tests.cluster.drive import (
@@ -452,6 +453,15 @@ async def test_the_card_and_the_state_can_be_asked_for():
         assert (state.replica_id, state.state) == ("replica-t", "ready")
         assert state.incarnation == replica.server.incarnation
         assert (await replica.load()).blocks_total == 31
+
+
+async def test_what_its_ranks_hold_is_told_with_the_state_and_to_each_router():
+    ranks = tuple(RankMemory(rank=i, weight_bytes=10 + i, kv_bytes=20, kv_bytes_per_token=2) for i in range(2))
+    async with running_replica(ranks=ranks) as replica:
+        state = await replica.stub.GetState(pb.GetStateRequest(), timeout=TIMEOUT)
+        assert tuple(map(codec.rank_of, state.ranks)) == ranks
+        welcome = (await attached(replica)).frames[0].welcome
+        assert tuple(map(codec.rank_of, welcome.ranks)) == ranks
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ def test_names_stay_short_enough_for_kuberay(chart):
         ("routers.replicas=2", "routers"),
         ("drainSeconds=soon", "drainSeconds"),
         ("workers.replicas=1", "existingClaim"),
+        ("workers.replicas=1,workers.gpus=1,config.tensor_parallel_size=2,config.model=/m", "tensor_parallel_size"),
     ],
 )
 def test_wrong_values_are_refused_by_name(chart, wrong, word):
@@ -164,6 +165,16 @@ def test_tls_and_grpc_reach_flags_ports_and_probes(chart):
     assert config_of(documents)["grpc_port"] == 9000
     headless = [s for s in of_kind(documents, "Service") if s["spec"].get("clusterIP") == "None"]
     assert [s["spec"]["ports"][0]["port"] for s in headless] == [9000]
+
+
+@pytest.mark.parametrize(("name", "size"), [("two-gpus", 1), ("two-stages", 2)])
+def test_a_worker_pod_has_room_for_one_stage(chart, name, size):
+    values = next(path for path in EXAMPLES if path.stem == name)
+    [cluster] = of_kind(chart.template("--values", str(values)), "RayCluster")
+    [group] = cluster["spec"]["workerGroupSpecs"]
+    assert group["rayStartParams"]["num-cpus"] == str(size)
+    [container] = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == size
 
 
 def test_a_new_config_rolls_the_routers(chart):

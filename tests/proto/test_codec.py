@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.proto import codec, errors
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import KVGroup, ModelCard
 from paceline.proto.request import Request, SamplingParams, TokenDelta, TokenLogprobs, Usage
 from paceline.proto.step import SlotInit, StepPlan, StepResult, column, schema_hash
@@ -120,6 +120,8 @@ def test_the_schema_hash_names_the_fields_and_their_order():
 def test_loads_cards_and_errors_survive_the_wire():
     load = ReplicaLoad(step_id=9, running=3, finished_total={"stop": 4}, tokens_per_second=1.5)
     assert codec.load_of(codec.load_message(load)) == load
+    rank = RankMemory(rank=3, weight_bytes=2**40, kv_bytes=2**41, kv_bytes_per_token=2**20)
+    assert codec.rank_of(codec.rank_message(rank)) == rank
     group = KVGroup(num_layers=2, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
     card = ModelCard(
         name="m",

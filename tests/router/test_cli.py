@@ -35,7 +35,7 @@ def test_help_fits_80_columns_and_cuts_nothing_off(command):
     assert "…" not in text
     for setting in settings.of(command):
         flag = setting.flag if setting.type is not bool else f"--[no-]{setting.flag[2:]}"
-        assert re.search(rf"^  (-\w, )?{re.escape(flag)}( |$)", text, re.MULTILINE), flag
+        assert re.search(rf"^  (-\w+, )?{re.escape(flag)}( |$)", text, re.MULTILINE), flag
 
 
 def test_the_first_help_names_every_command():
@@ -48,6 +48,13 @@ def test_a_router_needs_to_know_where_replicas_are():
     done = run("router")
     assert done.returncode == 1
     assert "--controller" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_more_ranks_than_this_machine_can_run_are_refused_before_the_model_is_looked_at():
+    done = run("replica", "--model", "/nowhere", "-tp", "512", "-pp", "8")
+    assert done.returncode == 1
+    assert "--tensor-parallel-size 512 x --pipeline-parallel-size 8 makes 4096 ranks" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

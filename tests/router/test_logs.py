@@ -45,6 +45,14 @@ def test_a_json_line_holds_time_level_logger_message_and_fields(lines):
     assert line["time"].endswith("+00:00")
 
 
+def test_fields_of_a_process_are_on_every_line(lines):
+    logs.configure("json", "info", rank=3)
+    logging.getLogger().handlers[0].setStream(lines.text)
+    logging.getLogger("paceline").info("loaded", extra={"fields": {"ms": 2}})
+    logging.getLogger("paceline").info("ready")
+    assert [(line["rank"], line.get("ms")) for line in lines()] == [(3, 2), (3, None)]
+
+
 def test_an_exception_stays_on_its_line(lines):
     try:
         raise ValueError("broken")

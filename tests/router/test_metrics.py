@@ -1,7 +1,7 @@
 import math
 
 from paceline.proto.errors import Overloaded
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.request import Usage
 from paceline.router.metrics import Metrics
 from tests.fakes import FakeReplica, tiny_card
@@ -25,8 +25,9 @@ ROUTER_NAMES = {
 
 
 class Link:
-    def __init__(self, replica_id, load, usable=True):
+    def __init__(self, replica_id, load, usable=True, ranks=()):
         self.replica_id, self.load, self.usable, self.card = replica_id, load, usable, tiny_card()
+        self.ranks = ranks
 
 
 def values(raw: bytes) -> dict[str, float]:
@@ -50,6 +51,18 @@ def test_engine_metrics_carry_the_agreed_names_and_the_replicas_values():
     assert 'paceline_engine_requests_running{model_name="tiny",replica_id="b"}' in got
     assert got["paceline_router_replicas_ready"] == 1
     assert got['paceline_router_replica_ready{model_name="tiny",replica_id="b"}'] == 0
+
+
+def test_what_each_rank_holds_is_told_by_replica_and_rank():
+    ranks = [RankMemory(rank=i, weight_bytes=100 + i, kv_bytes=20 + i, kv_bytes_per_token=3 + i) for i in (0, 1)]
+    links = [Link("a", ReplicaLoad(), ranks=ranks), Link("b", ReplicaLoad(), ranks=ranks[:1])]
+    got = values(Metrics(lambda: links).render())
+    found = {name.removeprefix("paceline_engine_"): value for name, value in got.items() if "engine_rank" in name}
+    assert found == {
+        f'{name}{{model_name="tiny",rank="{rank}",replica_id="{replica}"}}': value + rank
+        for replica, rank in (("a", 0), ("a", 1), ("b", 0))
+        for name, value in (("rank_weight_bytes", 100), ("rank_kv_bytes", 20), ("rank_kv_bytes_per_token", 3))
+    }
 
 
 async def test_what_a_request_did_is_counted(router):

@@ -72,6 +72,9 @@ def test_every_field_that_a_person_may_want_to_set_has_a_setting():
         ({"port": "70000"}, ["--port", "65535"]),
         ({"dtype": "int8"}, ["--dtype", "int8", "bfloat16"]),
         ({"kv_memory_share": "1.5"}, ["--kv-memory-share", "1.0"]),
+        ({"tensor_parallel_size": "0"}, ["--tensor-parallel-size", ">= 1"]),
+        ({"rank_memory": "0"}, ["--rank-memory", "> 0"]),
+        ({"start_timeout": "0"}, ["--start-timeout", "> 0"]),
     ],
 )
 def test_a_wrong_value_says_where_it_stood_and_what_it_should_be(flags, words):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.proto.load import ReplicaLoad
+from paceline.proto.load import RankMemory, ReplicaLoad
 from tests.fakes import FakeReplica
 from tests.router.conftest import running_router, until
 
@@ -75,8 +75,12 @@ async def test_a_server_that_is_not_there_is_one_sentence(command):
 
 async def test_status_once_prints_a_line_per_replica_that_scripts_can_cut():
     load = ReplicaLoad(running=3, waiting=2, blocks_used=40, blocks_total=100)
+    ranks = tuple(
+        RankMemory(rank=i, weight_bytes=size << 20, kv_bytes=5 << 19, kv_bytes_per_token=64)
+        for i, size in enumerate((60, 60, 65))
+    )
     async with (
-        FakeReplica(replica_id="replica-0", load=load) as one,
+        FakeReplica(replica_id="replica-0", load=load, ranks=ranks) as one,
         FakeReplica(replica_id="replica-1") as two,
         running_router(one.address, two.address) as client,
     ):
@@ -94,3 +98,5 @@ async def test_status_once_prints_a_line_per_replica_that_scripts_can_cut():
     seen = table["replica-0"]
     assert (seen["state"], seen["running"], seen["waiting"]) == ("ready", "3", "2")
     assert (seen["kv_used"], seen["kv_total"]) == ("40", "100")
+    assert (seen["weights_mib"], seen["kv_mib"]) == ("2 x 60.0 + 65.0", "3 x 2.5")
+    assert (table["replica-1"]["weights_mib"], table["replica-1"]["kv_mib"]) == ("-", "-")

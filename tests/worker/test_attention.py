@@ -13,6 +13,7 @@ from paceline.worker.attention.torch import TorchAttention, _runs
 from paceline.worker.batch import build_batch
 from paceline.worker.kv_cache import KVCache
 from paceline.worker.models.spec import ModelSpec
+from paceline.worker.shards import Shards
 from paceline.worker.table import SlotTable
 
 BLOCK, MAX_LEN, DIM = 4, 256, 16
@@ -58,7 +59,7 @@ class Case:
         blocks = 1 + torch.randperm(slots * per_slot).view(slots, per_slot)
         self.table.block_table[0] = blocks.numpy()
         spec = spec_of(num_heads, num_kv_heads)
-        self.cache = KVCache(spec, slots * per_slot, BLOCK, dtype, torch.device("cpu"))
+        self.cache = KVCache(spec, Shards.of(spec).of_rank(), slots * per_slot, BLOCK, dtype, torch.device("cpu"))
         self.k, self.v = (torch.randn(slots, MAX_LEN, num_kv_heads, DIM, dtype=dtype) for _ in range(2))
         self.q = torch.randn(slots, MAX_LEN, num_heads, DIM, dtype=dtype)
         for (
@@ -157,7 +158,8 @@ def test_decodes_of_unlike_lengths_are_not_padded_to_the_longest():
 
 
 def test_block_copies_take_every_source_as_it_was():
-    cache = KVCache(spec_of(2, 1), 4, BLOCK, torch.float32, torch.device("cpu"))
+    spec = spec_of(2, 1)
+    cache = KVCache(spec, Shards.of(spec).of_rank(), 4, BLOCK, torch.float32, torch.device("cpu"))
     for block in range(5):
         cache.keys[0][block] = block
     copies = column([0, 0]), column([1, 2]), column([2, 3])

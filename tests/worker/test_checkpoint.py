@@ -57,6 +57,13 @@ def test_rows_are_read_without_the_rest(pristine):
     assert torch.equal(checkpoint.get(name, slice(16, 48)), checkpoint.get(name)[16:48])
 
 
+def test_columns_are_read_without_the_rest(pristine):
+    checkpoint = open_checkpoint(pristine)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert torch.equal(checkpoint.get(name, None, slice(5, 37)), checkpoint.get(name)[:, 5:37])
+    assert torch.equal(checkpoint.get(name, slice(16, 48), slice(5, 37)), checkpoint.get(name)[16:48, 5:37])
+
+
 def test_shards_are_one_checkpoint(pristine, folder):
     shard_folder(folder)
     whole, sharded = open_checkpoint(pristine), open_checkpoint(folder)

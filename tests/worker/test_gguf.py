@@ -115,6 +115,24 @@ def test_rows_are_rows_of_the_whole(folder, tmp_path, kind, rows, name):
     assert torch.equal(checkpoint.get(name, rows), checkpoint.get(name)[rows])
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+@pytest.mark.parametrize("columns", [slice(0, 32), slice(32, 64), slice(5, 11), slice(20, 50), slice(63, 64)])
+@pytest.mark.parametrize("rows", [None, slice(16, 48)])
+def test_columns_are_columns_of_the_whole_wherever_they_cut_a_block(folder, tmp_path, kind, columns, rows):
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", kind))
+    for name in (Q_PROJ, Q_PROJ.replace("q_proj", "o_proj")):
+        assert torch.equal(checkpoint.get(name, rows, columns), checkpoint.get(name, rows)[:, columns])
+
+
+def test_only_the_blocks_that_hold_the_columns_are_decoded(folder, tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", "Q8_0"))
+    decoded = []
+    dequantize = gguf.quants.dequantize
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda raw, kind: decoded.append(raw.size) or dequantize(raw, kind))
+    checkpoint.get(Q_PROJ, slice(0, 16), slice(40, 50))
+    assert decoded == [16 * 34]  # of each row the second block of 32 values, which is 34 bytes long
+
+
 def test_queries_turned_in_ggmls_order_and_in_ours_are_the_same_queries():
     """ggml turns the pairs (0, 1), (2, 3), ...; Hugging Face turns (i, i + half): same angles, other rows."""
     num_heads, head_dim = 3, 8

@@ -5,10 +5,11 @@ import torch
 
 from paceline.proto.errors import StartupError
 from paceline.worker.layers.linear import Linear
-from paceline.worker.loader import load_weights
+from paceline.worker.loader import load_weights, weight_bytes
 from paceline.worker.models import model_class
 from paceline.worker.models.llama import Llama
 from paceline.worker.models.spec import ModelSpec
+from paceline.worker.parallel import Groups, Place
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ class Files:
 
     def __init__(self, spec: ModelSpec):
         torch.manual_seed(0)
-        self.spec, self.read = spec, []
+        self.spec, self.read, self.num_read = spec, [], 0
         hidden, wide, kv = spec.hidden_size, spec.intermediate_size, spec.num_kv_heads * spec.head_dim
         self.tensors = {"model.embed_tokens.weight": torch.randn(spec.vocab_size, hidden)}
         for i in range(spec.num_layers):
@@ -64,13 +65,16 @@ class Files:
     def shape(self, name):
         return tuple(self.tensors[name].shape)
 
-    def get(self, name, rows=None):
+    def get(self, name, rows=None, columns=None):
         self.read.append(name)
-        return self.tensors[name].clone()
+        tensor = self.tensors[name][rows or slice(None)]
+        tensor = (tensor if columns is None else tensor[:, columns]).clone()
+        self.num_read += tensor.numel()
+        return tensor
 
 
-def load(files: Files, dtype=torch.float32) -> Llama:
-    model = Llama(files.spec, dtype)
+def load(files: Files, dtype=torch.float32, place: Place | None = None) -> Llama:
+    model = Llama(files.spec, dtype, Groups(place))
     load_weights(model, files, CPU)
     return model
 
@@ -84,10 +88,10 @@ def test_parts_stand_in_their_rows_of_the_fused_weight():
     files = Files(spec_of(attention_bias=True))
     model = load(files)
     parts = [f"model.layers.1.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
-    fused = model.model.layers[1].self_attn.qkv_proj
+    fused = model.model.layers["1"].self_attn.qkv_proj
     assert torch.equal(plain(fused), torch.cat([files.tensors[f"{part}.weight"] for part in parts]))
     assert torch.equal(fused.bias, torch.cat([files.tensors[f"{part}.bias"] for part in parts]))
-    gate_up = plain(model.model.layers[0].mlp.gate_up_proj)
+    gate_up = plain(model.model.layers["0"].mlp.gate_up_proj)
     assert torch.equal(gate_up[48:], files.tensors["model.layers.0.mlp.up_proj.weight"])
 
 
@@ -118,6 +122,64 @@ def test_bytes_count_parameters_and_the_packed_copy_of_the_head(tied):
     norms = sum(t.numel() for name, t in files.tensors.items() if "norm" in name)
     head = files.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].numel()
     assert found == 2 * (sum(t.numel() for t in files.tensors.values()) + head + norms)
+
+
+def places(tp: int, pp: int) -> list[Place]:
+    return [Place.of(rank, tp, pp) for rank in range(tp * pp)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_a_share_are_known_before_it_is_read(tied, dtype):
+    files = Files(spec_of(tie_embeddings=tied, attention_bias=True))
+    for place in (Place(), *places(2, 2), *places(3, 1)):
+        model = Llama(files.spec, dtype, Groups(place))
+        expected = weight_bytes(model, CPU)
+        assert files.read == []
+        assert load_weights(model, files, CPU) == expected
+        files.read.clear()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 2)])
+def test_ranks_read_each_value_once_but_for_what_they_must_all_have(tp, pp, tied):
+    spec = spec_of(tie_embeddings=tied, num_layers=3)
+    values = {name: tensor.numel() for name, tensor in Files(spec).tensors.items()}
+    norms = sum(count for name, count in values.items() if "norm" in name)
+    kv = sum(count for name, count in values.items() if "k_proj" in name or "v_proj" in name)
+    expected = sum(values.values()) + (tp - 1) * norms + (max(tp, 2) // 2 - 1) * kv
+    if tied and pp > 1:  # the last stage has the embedding's rows for its head
+        expected += values["model.embed_tokens.weight"]
+    ranks = [Files(spec) for _ in range(tp * pp)]
+    for files, place in zip(ranks, places(tp, pp), strict=True):
+        load(files, place=place)
+        assert len(files.read) == len(set(files.read))
+        assert files.num_read < 1.5 * sum(values.values()) / (tp * pp) + norms + values["model.embed_tokens.weight"]
+    assert sum(files.num_read for files in ranks) == expected
+
+
+def test_a_rank_has_the_rows_and_columns_of_its_heads():
+    files = Files(spec_of(num_heads=9, num_kv_heads=3, attention_bias=True))
+    second = load(files, place=Place.of(1, 2, 1)).model.layers["0"].self_attn
+    at = "model.layers.0.self_attn."
+    rows = {"q_proj": slice(48, 72), "k_proj": slice(16, 24), "v_proj": slice(16, 24)}
+    for parameter, found in (("weight", plain(second.qkv_proj)), ("bias", second.qkv_proj.bias)):
+        expected = [files.tensors[f"{at}{name}.{parameter}"][part] for name, part in rows.items()]
+        assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(plain(second.o_proj), files.tensors[f"{at}o_proj.weight"][:, 48:])
+
+
+def test_a_flaw_in_another_ranks_share_is_refused_before_anything_is_read():
+    files = Files(spec_of())
+    del files.tensors["model.layers.1.mlp.up_proj.weight"]
+    files.tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 47)
+    for place in places(2, 2):
+        with pytest.raises(StartupError, match=r"lack tensor model\.layers\.1\.mlp\.up_proj"):
+            load(files, place=place)
+    files.tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(48, 32)
+    with pytest.raises(StartupError, match=r"down_proj\.weight is \[32, 47\] and should be \[32, 48\]"):
+        load(files, place=Place.of(0, 1, 2))
+    assert files.read == []
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from paceline.proto.errors import StartupError
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_NONE, StepPlan
 from paceline.worker.config import RankConfig
-from paceline.worker.kv_cache import GIB, FreeMemory, plan_pool
+from paceline.worker.memory import GIB, FreeMemory, check_weights, fit_length, plan_pool
 from paceline.worker.rank import Rank, resolve_device, resolve_dtype
 from tests.models import tiny_llama_folder
 from tests.worker.drive import GREEDY, Driver, Row, rank_of
-from tests.worker.test_loader import spec_of
 
 SEEDED = SamplingParams(seed=11, temperature=0.8, top_p=0.95)
 PROMPTS = [[(7 * i + 13 * j) % 384 for j in range(n)] for i, n in enumerate((5, 15, 16, 17, 40, 33))]
@@ -92,6 +91,7 @@ def test_a_step_sent_ahead_reads_the_id_from_the_table(driver):
         driver.admit(1, PROMPTS[4], params)
         n = len(PROMPTS[4])
         pending = [driver.submit(Row(1, 0, n))] + [driver.submit(Row(1, n + i, 1)) for i in range(9)]
+        assert all(step.is_done() for step in pending)  # on a CPU
         assert [step.result().ids[0] for step in pending] == expected
         driver.release(1)
 
@@ -241,33 +241,55 @@ def test_bf16_runs(folder):
 
 
 def test_an_explicit_pool_wins_and_a_share_is_of_what_is_free():
-    spec = spec_of()
-    block = 16 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, dims, bytes
+    block = 4096
     memory = FreeMemory(GIB, is_host=True)
-    assert plan_pool(spec, torch.float32, 16, 50, 0.5, memory, 64) == (50, 64)
-    assert plan_pool(spec, torch.float32, 16, None, 0.5, memory, None) == (GIB // 2 // block, 128)
-    assert plan_pool(spec, torch.float32, 16, None, None, memory, None)[0] == int(0.3 * GIB) // block
+    assert plan_pool(block, 16, 50, 0.5, memory) == 50
+    assert plan_pool(block, 16, None, 0.5, memory) == GIB // 2 // block
+    assert plan_pool(block, 16, None, None, memory) == int(0.3 * GIB) // block
     big = FreeMemory(400 * GIB, is_host=True)
-    assert plan_pool(spec, torch.float32, 16, None, None, big, None)[0] == 4 * GIB // block
+    assert plan_pool(block, 16, None, None, big) == 4 * GIB // block
+    assert plan_pool(block, 16, None, None, FreeMemory(GIB, is_host=False)) == int(0.9 * GIB) // block
+
+
+def test_the_pool_takes_no_more_than_the_ranks_memory_leaves():
+    memory = FreeMemory(GIB, is_host=True)
+    assert plan_pool(4096, 16, None, 0.5, memory, limit=10 * 4096) == 10
+    assert plan_pool(4096, 16, None, 0.5, memory, limit=GIB - 1) == GIB // 2 // 4096
+    with pytest.raises(
+        StartupError, match=r"--num-kv-blocks 11 needs 0\.04 MiB .*; 0\.04 MiB is what --rank-memory leaves"
+    ):
+        plan_pool(4096, 16, 11, None, memory, limit=10 * 4096)
 
 
 def test_the_models_own_length_is_lowered_to_the_pool_and_an_explicit_one_kept(caplog):
-    memory = FreeMemory(GIB, is_host=True)
     with caplog.at_level(logging.INFO, logger="paceline.worker"):
-        assert plan_pool(spec_of(), torch.float32, 16, 3, None, memory, None) == (3, 48)
+        assert fit_length(128, None, 48) == 48
         assert "lowered from 128 to 48" in caplog.text
-        assert plan_pool(spec_of(), torch.float32, 16, 3, None, memory, 100) == (3, 100)
+        assert fit_length(128, 100, 48) == 100
         assert "longer requests are refused" in caplog.text
+    assert fit_length(128, None, 128) == 128
+    assert fit_length(128, 64, 128) == 64
 
 
 def test_a_pool_that_cannot_be_is_refused_with_numbers():
     memory = FreeMemory(4000, is_host=True)
     with pytest.raises(StartupError, match="cannot hold one block: a block of 16 tokens takes 4096 bytes"):
-        plan_pool(spec_of(), torch.float32, 16, None, 0.9, memory, None)
+        plan_pool(4096, 16, None, 0.9, memory)
     with pytest.raises(StartupError, match="--num-kv-blocks 50 needs"):
-        plan_pool(spec_of(), torch.float32, 16, 50, None, memory, None)
+        plan_pool(4096, 16, 50, None, memory)
     with pytest.raises(StartupError, match="--num-kv-blocks is 0"):
-        plan_pool(spec_of(), torch.float32, 16, 0, None, memory, None)
+        plan_pool(4096, 16, 0, None, memory)
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_numbers_and_what_would_help():
+    memory = FreeMemory(8 * GIB, is_host=True)
+    check_weights(8 * GIB - 4096, 4096, None, memory)
+    check_weights(2 * GIB - 4096, 4096, 2 * GIB, memory)
+    helps = r"; a larger --tensor-parallel-size or --pipeline-parallel-size shares them among more ranks\."
+    with pytest.raises(StartupError, match=r"needs 3\.00 GiB .*, but --rank-memory is 2\.50 GiB" + helps):
+        check_weights(3 * GIB, 4096, int(2.5 * GIB), memory)
+    with pytest.raises(StartupError, match=r"needs 12\.00 GiB .*, but 8\.00 GiB of its memory is free" + helps):
+        check_weights(12 * GIB, 4096, 16 * GIB, memory)
 
 
 def test_unknown_devices_and_dtypes_are_refused():

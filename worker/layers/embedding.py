@@ -5,20 +5,33 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.worker.layers.linear import can_pack, pack_weight, packed_linear
+from paceline.worker.parallel import Groups
+from paceline.worker.shards import Part
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, size: int, **factory):
+    """Of the rows of ``vocab``; what tensor ranks find in theirs is summed."""
+
+    def __init__(self, vocab: Part, size: int, groups: Groups, **factory):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, size, **factory), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(vocab.size, size, **factory), requires_grad=False)
+        self.held = {"weight": (vocab, Part.all(size))}
+        self.vocab, self.groups = vocab, groups
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: [tokens] int. Returns [tokens, size]."""
-        return functional.embedding(ids, self.weight)
+        if self.vocab.is_all:
+            return functional.embedding(ids, self.weight)
+        own = ids - self.vocab.start
+        elsewhere = (own < 0) | (own >= self.vocab.size)
+        x = functional.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return self.groups.sum(x.masked_fill_(elsewhere[:, None], 0))
 
 
 class Head(nn.Module):
     """Logits by a weight of one row per id: the embedding's own where the two are tied, else a tensor of its own.
+
+    Tensor ranks compute those of their ids, ``sizes`` of them each, and the first gathers them.
 
     Where linears are packed it holds a packed copy beside the plain rows: ids are looked up in the plain ones, and the
     best logits of a row are computed again from them. A product of bf16 comes out rounded to 8 bits, which is a step
@@ -26,22 +39,41 @@ class Head(nn.Module):
     """
 
     packed: torch.Tensor | None = None
-    num_exact: int = 32  # best logits of a row that are computed in fp32
+    num_exact: int = 32  # best logits of a row, on each rank, that are computed in fp32
 
-    def __init__(self, vocab_size: int, size: int, tied_to: Embedding | None = None, **factory):
+    def __init__(
+        self,
+        vocab: Part,
+        size: int,
+        groups: Groups,
+        sizes: tuple[int, ...],
+        tied_to: Embedding | None = None,
+        **factory,
+    ):
         super().__init__()
         if tied_to is None:
-            self.weight = nn.Parameter(torch.empty(vocab_size, size, **factory), requires_grad=False)
+            self.weight = nn.Parameter(torch.empty(vocab.size, size, **factory), requires_grad=False)
+        self.held = {"weight": (vocab, Part.all(size))}
+        self.groups, self.sizes = groups, sizes
         # Kept from becoming a submodule: a tied weight belongs to the embedding and is loaded there, once.
         self._rows = [self if tied_to is None else tied_to]
 
     @property
+    def is_tied(self) -> bool:
+        """To the embedding of this rank, which holds the rows for both."""
+        return self._rows[0] is not self
+
+    @property
     def rows(self) -> torch.Tensor:
-        """[vocab_size, size], plain."""
+        """[ids, size], plain."""
         return self._rows[0].weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, size] fp32. Returns fp32 logits [rows, vocab_size]."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x: [rows, size] fp32. Returns fp32 logits [rows, vocab_size] on tensor rank 0, None on the others."""
+        return self.groups.gather(self.local(x), self.sizes)
+
+    def local(self, x: torch.Tensor) -> torch.Tensor:
+        """Of this rank's ids: fp32 [rows, ids]."""
         weight = self.rows
         narrow = x.to(weight.dtype)
         rough = functional.linear(narrow, weight) if self.packed is None else packed_linear(narrow, self.packed)
@@ -53,5 +85,5 @@ class Head(nn.Module):
         return logits.scatter_(1, best, exact)
 
     def pack(self) -> None:
-        if can_pack(self.rows):
+        if can_pack(self.rows.device, self.rows.dtype):
             self.packed = pack_weight(self.rows)

@@ -2,7 +2,8 @@
 
 Submodules carry the names of Hugging Face checkpoints, so that the loader finds them; where several tensors of a file
 become one here, ``packed`` says which. Arguments are explicit: a layer gets this step's rotation and attention handed
-in and keeps nothing. Which ids come next is the sampler's affair.
+in and keeps nothing. A rank of a gang has its `Shard`: part of every layer of its stage, and only the first stage
+embeds, only the last has norm and head. Which ids come next is the sampler's affair.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from torch.nn import functional
 from paceline.proto.errors import StartupError
 from paceline.worker.attention.base import StepAttention
 from paceline.worker.layers.embedding import Embedding, Head
-from paceline.worker.layers.linear import FusedLinear, Linear
+from paceline.worker.layers.linear import FusedLinear, SummedLinear
 from paceline.worker.layers.norm import RMSNorm
 from paceline.worker.layers.rotary import Rotary, rotate
 from paceline.worker.models.spec import ModelSpec
+from paceline.worker.parallel import Groups
+from paceline.worker.shards import Shard, Shards
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [tokens, 1, head_dim]
 
@@ -31,14 +34,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int, **factory):
+    """``layer`` counts from this stage's first: it is where the cache has the keys and values."""
+
+    def __init__(self, spec: ModelSpec, shard: Shard, layer: int, groups: Groups, **factory):
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = shard.heads.size, shard.kv_heads.size, spec.head_dim
         self.scale = spec.head_dim**-0.5
-        sizes = tuple(heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
-        self.qkv_proj = FusedLinear(spec.hidden_size, sizes, bias=spec.attention_bias, **factory)
-        self.o_proj = Linear(sizes[0], spec.hidden_size, bias=spec.attention_out_bias, **factory)
+        q, kv = shard.heads.times(spec.head_dim), shard.kv_heads.times(spec.head_dim)
+        self.qkv_proj = FusedLinear(spec.hidden_size, (q, kv, kv), bias=spec.attention_bias, **factory)
+        self.o_proj = SummedLinear(q, spec.hidden_size, groups, bias=spec.attention_out_bias, **factory)
 
     def forward(self, x: torch.Tensor, add: torch.Tensor, turn: Turn, attn: StepAttention) -> torch.Tensor:
         """x, add: [tokens, hidden]. Returns attention's output plus ``add``."""
@@ -50,14 +55,13 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, **factory):
+    def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, **factory):
         super().__init__()
-        wide = spec.intermediate_size
         if spec.activation not in ACTIVATIONS:
             raise StartupError(f"The activation {spec.activation!r} is not known; known are: {', '.join(ACTIVATIONS)}.")
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate_up_proj = FusedLinear(spec.hidden_size, (wide, wide), bias=spec.mlp_bias, **factory)
-        self.down_proj = Linear(wide, spec.hidden_size, bias=spec.mlp_bias, **factory)
+        self.gate_up_proj = FusedLinear(spec.hidden_size, (shard.mlp, shard.mlp), bias=spec.mlp_bias, **factory)
+        self.down_proj = SummedLinear(shard.mlp, spec.hidden_size, groups, bias=spec.mlp_bias, **factory)
 
     def forward(self, x: torch.Tensor, add: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -71,12 +75,12 @@ class DecoderLayer(nn.Module):
     0.01 apart, with fp32 0.06, where they are 0.08 apart.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int, **factory):
+    def __init__(self, spec: ModelSpec, shard: Shard, layer: int, groups: Groups, **factory):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
-        self.self_attn = SelfAttention(spec, layer, **factory)
+        self.self_attn = SelfAttention(spec, shard, layer, groups, **factory)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
-        self.mlp = GatedMLP(spec, **factory)
+        self.mlp = GatedMLP(spec, shard, groups, **factory)
 
     def forward(self, x: torch.Tensor, turn: Turn, attn: StepAttention) -> torch.Tensor:
         x = self.self_attn(self.input_layernorm(x), x, turn, attn)
@@ -84,23 +88,34 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, spec: ModelSpec, layer_class: type[nn.Module], **factory):
+    """This stage's layers, by their numbers in the whole model."""
+
+    def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, layer_class: type[nn.Module], **factory):
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **factory)
-        self.layers = nn.ModuleList(layer_class(spec, layer, **factory) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
+        if groups.place.is_first_stage:
+            self.embed_tokens = Embedding(shard.vocab, spec.hidden_size, groups, **factory)
+        self.layers = nn.ModuleDict(
+            {
+                str(shard.layers.start + layer): layer_class(spec, shard, layer, groups, **factory)
+                for layer in range(shard.layers.size)
+            }
+        )
+        if groups.place.is_last_stage:
+            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
         self.rotary = Rotary(spec, factory["dtype"])
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
-        x = self.embed_tokens(ids).float()
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
         turn = self.rotary(positions)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x = layer(x, turn, attn)
         return x
 
 
 class CausalLM(nn.Module):
-    """A decoder and its head. Built on the meta device (no memory), then filled by the loader."""
+    """One rank's share of a decoder and its head. Built on the meta device (no memory), then filled by the loader.
+
+    Without ``groups`` it is the whole model. Raises StartupError for sizes of groups that the model cannot be cut to.
+    """
 
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     # name here -> names in the file, in the order of the fused rows
@@ -109,18 +124,29 @@ class CausalLM(nn.Module):
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype):
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, groups: Groups | None = None):
         super().__init__()
         factory = {"device": torch.device("meta"), "dtype": dtype}
-        self.spec = spec
-        self.model = Decoder(spec, self.layer_class, **factory)
-        tied_to = self.model.embed_tokens if spec.tie_embeddings else None
-        self.lm_head = Head(spec.vocab_size, spec.hidden_size, tied_to, **factory)
+        groups = groups or Groups()
+        place = groups.place
+        self.spec, self.place = spec, place
+        self.shard = shard = Shards.of(spec, place.tp, place.pp).of_rank(place.tp_rank, place.pp_rank)
+        self.model = Decoder(spec, shard, groups, self.layer_class, **factory)
+        if place.is_last_stage:
+            # A tied head on another stage than the embedding has the same rows of the file once more.
+            tied_to = self.model.embed_tokens if spec.tie_embeddings and place.is_first_stage else None
+            self.lm_head = Head(shard.vocab, spec.hidden_size, groups, shard.vocab_sizes, tied_to, **factory)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
-        """ids, positions: [tokens]. Returns the last layer's output, not normalised: [tokens, hidden]."""
-        return self.model(ids, positions, attn)
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: [tokens]. The residual stream at its beginning, fp32 [tokens, hidden]; of the first stage only."""
+        return self.model.embed_tokens(ids).float()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden] fp32, only rows that need it. Returns fp32 [rows, vocab_size], padding included."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
+        """x: fp32 [tokens, hidden], the stream before this stage's layers; positions: [tokens]. Returns it after them,
+        not normalised."""
+        return self.model(x, positions, attn)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden: [rows, hidden] fp32, only rows that need it; of the last stage only. Returns fp32 [rows, vocab_size],
+        padding included, on its first tensor rank, and None on the others."""
         return self.lm_head(self.model.norm(hidden, torch.float32))

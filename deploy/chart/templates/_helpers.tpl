@@ -32,6 +32,11 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 8470
 {{- end }}
 
+{{/* Ranks of one stage: they share a pod. */}}
+{{- define "paceline.stageSize" -}}
+{{ .Values.config.tensor_parallel_size | default 1 | int }}
+{{- end }}
+
 {{- define "paceline.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from paceline.cluster.engine.blocks import BlockPool
 from paceline.cluster.engine.config import EngineConfig
+from paceline.cluster.engine.executor import Executor
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.proto import hashing
 from paceline.proto.request import Request, SamplingParams, TokenDelta
@@ -20,7 +21,7 @@ def scripted(prompt: tuple[int, ...], choice: int, position: int) -> int:
     return (sum(prompt) * 31 + choice * 7919 + position * 104729) % 50021
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Keeps a rank's state as plans dictate it and draws scripted ids; refuses plans that break the rank's contract.
 
     Blocks hold which ids were written where, so that a row reads back exactly its own sequence or the test fails.
