@@ -14,9 +14,13 @@ from paceline.cluster.lifecycle import Report
 from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.watchdog import Watchdog
 from paceline.proto import logs
+from paceline.proto.errors import ReplicaLost
 from paceline.worker import threads
 
 LAST_WORDS = 1.5  # seconds in which routers may read how their streams end
+PARTING = 0.5  # seconds in which the controller may read why
+
+log = logging.getLogger("paceline.replica")
 
 
 class Replica:
@@ -52,18 +56,20 @@ class Replica:
         return self._server.report() if self._server else Report("starting")
 
     async def run(self) -> None:
-        """Ends when the engine is dead: the process goes with it, so that nobody takes it for alive.
+        """Ends when the engine is dead, by a ReplicaLost that says why; the process goes then, so that nobody takes it
+        for alive.
 
         Raises StartupError when the model cannot be loaded.
         """
         assert self._server is not None
         await self._server.ready()
         await self._server.failed.wait()
-        logging.getLogger("paceline.replica").error("%s: the engine is dead, the process ends", self._replica_id)
+        log.error("%s: the engine is dead, the process ends", self._replica_id)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._server.close(), LAST_WORDS)
         sys.stderr.flush()
-        os._exit(1)
+        asyncio.get_running_loop().call_later(PARTING, os._exit, 1)
+        raise ReplicaLost(self._server.failure)
 
     async def drain(self, seconds: float) -> int:
         assert self._server is not None

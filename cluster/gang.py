@@ -278,7 +278,7 @@ def _loaded(config: ReplicaConfig, lines: Lines, launcher: Launcher) -> Loaded:
         GangExecutor(lines, launcher, config.step_timeout),
         sampling.card,
         min(each.num_blocks for each in ready),
-        f"{len(ready)} ranks; {sampling.description}",
+        "\n".join(each.description for each in ready),
         depth=stages if stages > 1 else 2,
         ranks=tuple(each.memory for each in ready),
     )

@@ -47,9 +47,10 @@ class EngineHost:
         self.name = name
         self.state = "starting"
         self.card: ModelCard | None = None
-        self.description = ""  # one line on what was loaded
+        self.description = ""  # on what was loaded, a line each rank
         self.ranks: tuple[RankMemory, ...] = ()  # what each of them holds
         self.failed = asyncio.Event()
+        self.failure = ""  # why, once it has
         self._config = config
         self._load = load
         self._engine: Engine | None = None
@@ -116,7 +117,7 @@ class EngineHost:
         """Gives the engine up: it does not get on. Its thread may be stuck, so that nothing is asked of it."""
         if self.state != "dead":
             log.error("%s: %s", self.name, reason)
-            self.state = "dead"
+            self.state, self.failure = "dead", reason
             self._close_all()
             self.failed.set()
 
@@ -156,6 +157,7 @@ class EngineHost:
         if error is not None:
             self.state = "dead"
             if self._engine is not None:
+                self.failure = self.failure or (str(error) if isinstance(error, PacelineError) else repr(error))
                 self.failed.set()
             else:
                 log.error("%s: %s", self.name, error, exc_info=None if isinstance(error, PacelineError) else error)

@@ -44,7 +44,7 @@ class Report:
     state: str
     address: str = ""
     incarnation: str = ""
-    description: str = ""  # one line on what was loaded
+    description: str = ""  # on what was loaded, a line each rank
 
 
 @dataclass(frozen=True)

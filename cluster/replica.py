@@ -134,7 +134,7 @@ class ReplicaServer:
 
     @property
     def description(self) -> str:
-        """One line on what was loaded."""
+        """On what was loaded, a line each rank."""
         return self._host.description
 
     @property
@@ -144,6 +144,11 @@ class ReplicaServer:
     @property
     def load(self) -> ReplicaLoad:
         return self._host.load
+
+    @property
+    def failure(self) -> str:
+        """Why it has failed."""
+        return self._host.failure
 
     @property
     def failed(self) -> asyncio.Event:

@@ -31,7 +31,7 @@ def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None
     try:
         with _interruptible(), console.status("starting Ray") as shown:
             address, loaded = cluster.start(_progress(console, shown))
-        for line in loaded:
+        for line in "\n".join(loaded).splitlines():
             log.info(line)
         router_config = msgspec.structs.replace(router_config, controller=address)
         uvloop.run(route(router_config, cluster_config.replica.rank.served_model_name))

@@ -1,4 +1,4 @@
-"""Gangs of several layouts give the ids of one rank, however the scheduler runs the requests. The prover runs all cells."""
+"""Gangs of several layouts give the ids of one rank, however requests are scheduled. The prover runs all cells."""
 
 import pytest
 

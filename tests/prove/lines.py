@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from tests.e2e.server import Server, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,11 @@ def passed(output: str) -> str:
 def server(*flags: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log", *flags) as running:
         yield running
+
+
+def metrics(running: Server) -> str:
+    """As Prometheus reads them."""
+    return httpx.get(running.url + "/metrics", timeout=10).text
 
 
 def load(running: Server, workload: str, *, concurrency: int, requests: int, seed: int = 1) -> dict:

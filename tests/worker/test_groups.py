@@ -104,7 +104,7 @@ def many_rounds(member: Member, rounds: int, nap: float) -> list[float]:
 
 @pytest.mark.parametrize("nap", [0.0, 0.002])
 def test_no_operation_reads_what_another_wrote(crew: Crew, size, nap):
-    rounds = 300 if nap else 2000
+    rounds = 300 if nap else 1000
     told = crew.call(many_rounds, [(rounds, nap)] * size)
     for rank, found in enumerate(told):
         for i in range(rounds):

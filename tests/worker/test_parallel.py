@@ -148,7 +148,7 @@ def test_the_pool_and_the_context_are_those_of_the_smallest_rank(crew, folders):
 def test_a_model_too_large_for_one_rank_runs_on_two(crew, folders):
     folder = folders[id(EVEN)]
     limit = 0.7 * rank_of(folder).memory.weight_bytes / 2**30
-    with pytest.raises(StartupError, match=r"needs 0.* MiB \(0.* MiB of weights .*\), but --rank-memory is 0.* MiB"):
+    with pytest.raises(StartupError, match=r"needs 0.* MiB \(0.* MiB of weights, .*\), but --rank-memory is 0.* MiB"):
         rank_of(folder, rank_memory=limit)
     expected = Driver(rank_of(folder)).generate(0, PROMPTS[1], 5)
     gang = crew.gang(gang_config(folder, 2, 1, rank_memory=limit, num_kv_blocks=None))

@@ -59,7 +59,7 @@ def test_a_long_prompt_rides_with_the_decodes_of_every_plan():
     while ("long", 0) not in d.emitted:
         d.step()
     during = d.executor.plans[first:-2]
-    assert sum(1 < max(plan.chunk_lens) for plan in during) >= 0.8 * len(during)
+    assert sum(max(plan.chunk_lens) > 1 for plan in during) >= 0.8 * len(during)
     assert sum(1 in plan.chunk_lens for plan in during) >= 0.8 * len(during)
 
 
