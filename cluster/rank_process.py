@@ -85,7 +85,7 @@ def run(door: Door, index: int, *, node: str = "", work: str = TORCH) -> int:
     except StartupError as error:
         print(f"rank process {index}: {error}", file=sys.stderr, flush=True)
         return 1
-    life = _Life(connection, index, node)
+    life = _Life(connection, door, index, node)
     watch = threading.Thread(target=life.end_with_engine, name="engine watch", daemon=True)
     watch.start()
     try:
@@ -105,15 +105,16 @@ def run(door: Door, index: int, *, node: str = "", work: str = TORCH) -> int:
 
 
 class _Life:
-    def __init__(self, connection: Connection, index: int, node: str):
+    def __init__(self, connection: Connection, door: Door, index: int, node: str):
         self._connection = connection
+        self._door = door
         self._index, self._node = index, node
         self._work: Work | None = None
         self._ending = False
 
     def start(self, work: str) -> None:
         host = socket.gethostname()
-        ip, interface = local_address(self._connection)
+        ip, interface = local_address(self._connection, self._door)
         self._send(
             Hello(
                 index=self._index,

@@ -46,6 +46,7 @@ class ChildLauncher:
             "host": door.host,
             "port": door.port,
             "key": door.key.hex(),
+            "local": door.local,
             "index": index,
             "work": self._work,
             "path": sys.path,  # a child imports from where its parent does
@@ -79,7 +80,7 @@ def main() -> None:
     order = json.load(sys.stdin)
     _die_with_parent(order["parent"])
     sys.path[:] = order["path"]
-    door = Door(order["host"], order["port"], bytes.fromhex(order["key"]))
+    door = Door(order["host"], order["port"], bytes.fromhex(order["key"]), order["local"])
     status = rank_process.run(door, order["index"], work=order["work"])
     sys.stdout.flush()
     sys.stderr.flush()

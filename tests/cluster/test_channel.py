@@ -19,9 +19,12 @@ from tests.cluster.drive import TIMEOUT
 HOST = "127.0.0.1"
 
 
-@pytest.fixture
-def entrance():
+@pytest.fixture(params=["from its host", "from another"])
+def entrance(request):
     with Entrance(HOST) as entrance:
+        assert entrance.door.local
+        if request.param == "from another":
+            entrance.door = entrance.door._replace(local="")
         yield entrance
 
 
@@ -126,7 +129,13 @@ def test_one_that_takes_nothing_is_waited_for_only_so_long(entrance):
 
 def test_an_end_knows_its_address_and_interface(entrance):
     _, rank = pair(entrance)
-    assert local_address(rank) == (HOST, "lo")
+    assert local_address(rank, entrance.door) == (HOST, "lo")
+
+
+def test_where_the_name_leads_nowhere_a_rank_comes_in_by_tcp(entrance):
+    rank = dial(entrance.door._replace(local="paceline-of-another-host"))
+    assert entrance.admitted(TIMEOUT) is not None
+    assert local_address(rank, entrance.door) == (HOST, "lo")
 
 
 def test_the_entrance_leaves_no_thread_and_no_socket_behind():

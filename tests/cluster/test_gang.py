@@ -148,7 +148,7 @@ def test_what_is_loaded_tells_of_all_ranks():
         assert [(each.rank, each.weight_bytes) for each in loaded.ranks] == [(r, 10 + r) for r in range(4)]
         assert loaded.card.fingerprint == "fake-1"
         assert loaded.depth == 2
-        assert loaded.description.startswith("4 ranks")
+        assert loaded.description.splitlines() == ["a fake of 1 threads"] * 4
         gang.executor.close()
     with running_gang(1, 3) as gang:
         assert gang.loaded.depth == 3
