@@ -1,7 +1,6 @@
 """The Ray actor around a replica: a process, a name, and a way to be told that it died. No token passes through Ray."""
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -88,7 +87,4 @@ def load_rank(config: ReplicaConfig, on_phase: Callable[[str, float], None]) -> 
         return load_children(config, on_phase)
     from paceline.cluster.local import load_local  # torch comes in here, on the engine's thread
 
-    loaded = load_local(config.rank, on_phase)
-    gc.collect()
-    gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
-    return loaded
+    return load_local(config.rank, on_phase)

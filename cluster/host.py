@@ -6,6 +6,7 @@ to the loop.
 """
 
 import asyncio
+import gc
 import itertools
 import logging
 import threading
@@ -134,6 +135,8 @@ class EngineHost:
         error: BaseException | None = None
         try:
             loaded = self._load(self._config, self._on_phase)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
             self._executor = loaded.executor
             scheduler = Scheduler(_engine_config(self._config, loaded))
             engine = Engine(scheduler, loaded.executor, self._publish, on_load=self._beat_if_idle)

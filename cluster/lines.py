@@ -56,6 +56,7 @@ class Lines:
         self._selector = selectors.DefaultSelector()
         self._lines: list[Line] = []
         self._faulty: list[Line] = []  # in the order in which they complained
+        self.troubled = False  # one of them has complained or ended; looked at in every step
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self._lines)
@@ -75,6 +76,7 @@ class Lines:
     def drop(self, line: Line) -> None:
         self._lines.remove(line)
         self._end(line)
+        self.troubled = any(line.fault or line.ended for line in self._lines)
 
     def order(self) -> None:
         """From now on by rank, which each has."""
@@ -142,7 +144,7 @@ class Lines:
 
     def _end(self, line: Line) -> None:
         if not line.ended:
-            line.ended = True
+            line.ended = self.troubled = True
             self._selector.unregister(line.connection)
             line.connection.close()
 
@@ -158,10 +160,7 @@ class Lines:
         if not line.fault:
             line.fault = message
             self._faulty.append(line)
-
-    @property
-    def troubled(self) -> bool:
-        return any(line.fault or line.ended for line in self._lines)
+            self.troubled = True
 
     def what_happened(self) -> str:
         """One sentence on a gang in trouble. Ranks that ended without a word come first: what others complain of is
