@@ -44,3 +44,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_out_bias: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
+    # by layer, tokens that a query sees, itself included; 0: all. Empty where every layer sees all
+    windows: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
+    rotary_dim: int | None = None  # leading entries of a head that are rotated; None: all
+    local_rope_theta: float | None = None  # of layers with a window, which then know no scaling; None: as the others
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each half of a layer adds
+    logit_scale: float = 1.0
+
+    def window_of(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
