@@ -292,6 +292,7 @@ def _engine_config(config: ReplicaConfig, loaded: Loaded) -> EngineConfig:
     return EngineConfig(
         num_blocks=loaded.num_blocks,
         block_size=card.block_size,
+        windows=card.windows,
         max_model_len=card.max_model_len,
         eos_ids=card.eos_ids,
         max_num_seqs=config.rank.max_num_seqs,

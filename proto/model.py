@@ -4,14 +4,15 @@ import msgspec
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table. Block ids of a group mean the same on every rank."""
+    """Layers that share one block table. All groups take their blocks from one pool, and ids mean the same on every
+    rank."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens per block
     dtype: str  # of the cached keys and values
-    window: int | None = None  # tokens a layer may look back; None: all
+    window: int = 0  # tokens that a query sees, itself included; 0: all
 
     @property
     def bytes_per_token(self) -> int:
@@ -46,5 +47,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_groups[0].block_size
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """By group."""
+        return tuple(group.window for group in self.kv_groups)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.kv_groups)
+        """That a token takes while every layer sees it, over all ranks. Blocks are as large as the largest group needs,
+        so that a group of fewer layers takes no less. Beyond its window a group gives its part back."""
+        return len(self.kv_groups) * max(group.bytes_per_token for group in self.kv_groups)

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,6 +173,62 @@ def pull(model: Annotated[str, typer.Argument(help="Hub id (org/name) or the bui
 
 
 @app.command(cls=Command)
+def models() -> None:
+    """List the models that can be served.
+
+    Families, the GGUF files they come in, and the fallback for all others.
+    """
+    from paceline.router.models_cli import models_text
+    from paceline.worker.supported import supported
+
+    print(models_text(supported()))
+
+
+@app.command(cls=Command)
+def fits(
+    model: Annotated[str, typer.Argument(help="Folder, config.json, .gguf file or Hub id. Weights are not needed.")],
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer.", metavar="N", min=1)
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers.", metavar="N", min=1)
+    ] = 1,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="H200, H100, A100, L40S, or GiB that a rank may take. [each of them]", metavar="NAME"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus answer. [the model's own]", metavar="N", min=1)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type that the model computes in.", metavar="NAME")] = "auto",
+    device: Annotated[str, typer.Option(help="Where it is to run: cuda or cpu.", metavar="NAME")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each GPU.")] = False,
+) -> None:
+    """Tell whether a model fits a GPU.
+
+    Weights, KV cache and full-length requests are counted from its config alone. Where it does not fit, the smallest
+    sizes that do are suggested.
+    """
+    with _one_sentence():
+        from paceline.router.models_cli import fit_json, fit_text
+        from paceline.worker.config import RankConfig
+        from paceline.worker.fits import GPUS, read_model
+        from paceline.worker.fits import fits as fit
+
+        spec = read_model(_resolve(model, config_only=True))
+        config = RankConfig(
+            model=model,
+            served_model_name=_name_of(model),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
+        for name in [gpu] if gpu else GPUS:
+            print((fit_json if as_json else fit_text)(fit(spec, config, name, device)))
+
+
+@app.command(cls=Command)
 def replay(
     file: Annotated[
         Path, typer.Argument(help="A dump that a rank left in --plan-dump-dir.", exists=True, dir_okay=False)
@@ -270,7 +327,7 @@ def _path(path: Path | None) -> str | None:
 
 def _name_of(model: str) -> str:
     path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.name or model
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if path.suffix == ".gguf" else path.name or model
 
 
 def _print_config(*configs: Any) -> None:
@@ -303,8 +360,8 @@ def _escaped(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def _resolve(model: str) -> Path:
-    from paceline.worker.sources import resolve
+def _resolve(model: str, config_only: bool = False) -> Path:
+    from paceline.worker.sources import resolve, resolve_config
 
     cache = os.environ.get("PACELINE_CACHE") or os.environ.get("XDG_CACHE_HOME")
     cache_dir = Path(cache) / "paceline" / "models" if cache else None
@@ -323,7 +380,7 @@ def _resolve(model: str) -> Path:
                 tasks[description] = progress.add_task(description, total=total)
             progress.update(tasks[description], completed=done, total=total)
 
-        return resolve(model, report, cache_dir)
+        return (resolve_config if config_only else resolve)(model, report, cache_dir)
 
 
 def main() -> None:

@@ -80,6 +80,11 @@ def tiny_llama_folder(path: Path, *, seed: int = 0, **config: Any) -> Path:
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
                 weight.copy_(torch.rand_like(weight) + (0.5 if "norm" in name else -0.5))
+    return save_folder(model, path)
+
+
+def save_folder(model: Any, path: Path) -> Path:
+    """A transformers model with the tiny tokenizer, as a Hugging Face folder. Returns ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = [2, 0]
     model.save_pretrained(path)

@@ -26,10 +26,10 @@ class Batch:
     starts: np.ndarray  # [rows] first position that is computed
     lengths: np.ndarray  # [rows] positions that are computed
     num_decodes: int  # the first rows, one token each
-    blocks: np.ndarray  # [rows, max_blocks] block table of group 0
+    blocks: np.ndarray  # [groups, rows, blocks] block tables, as far as the longest row reaches
     ids: torch.Tensor  # [tokens] int32
     positions: torch.Tensor  # [tokens] int64
-    write_to: torch.Tensor  # [tokens] int64, block * block_size + offset; rows that write nothing go to the null block
+    write_to: torch.Tensor  # [groups, tokens] int64, block * block_size + offset; unwritten: the null block's
     samples: np.ndarray  # [draws] batch rows that draw an id
     last_tokens: torch.Tensor  # [draws] int64, index of the drawing row's last token
 
@@ -70,11 +70,13 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     positions = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
     token_slots = np.repeat(slots, lengths)
     writes = np.repeat(column(plan.chunk_writes)[order] != 0, lengths)
-    block = np.where(writes, table.block_table[0, token_slots, positions // block_size], NULL_BLOCK).astype(np.int64)
+    written = table.block_table[:, token_slots, positions // block_size]  # [groups, tokens]
+    block = np.where(writes, written, NULL_BLOCK).astype(np.int64)
     takes = column(plan.chunk_takes)[order]
     assert np.isin(takes, (TAKE_NONE, TAKE_SAMPLE)).all(), "this version draws ids and takes nothing else"
     samples = np.flatnonzero(takes == TAKE_SAMPLE)
 
+    num_blocks = -(-int((starts + lengths).max(initial=0)) // block_size)
     device_positions = table.on_device(positions)
     return Batch(
         order=order,
@@ -82,7 +84,7 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
         starts=starts,
         lengths=lengths,
         num_decodes=int((lengths == 1).sum()),
-        blocks=table.block_table[0, slots],
+        blocks=table.block_table[:, slots, :num_blocks],
         ids=table.token_ids[table.on_device(token_slots), device_positions],
         positions=device_positions,
         write_to=table.on_device(block * block_size + positions % block_size),

@@ -7,22 +7,27 @@ from tokenizers import Tokenizer
 from paceline.proto.errors import StartupError
 from paceline.proto.model import KVGroup, ModelCard
 from paceline.worker.checkpoint_base import Checkpoint
+from paceline.worker.kv_groups import kv_groups
 
 
 def make_card(checkpoint: Checkpoint, *, name: str, dtype: str, max_model_len: int, block_size: int) -> ModelCard:
     """``dtype`` is the one computed and cached in; ``max_model_len`` is what the KV pool allows, in tokens.
 
-    All layers of a Llama look back equally far, so there is one KV group. Raises ``StartupError`` if the
-    tokenizer cannot be built. Ends of sequence that no id of the tokenizer stands for are left out.
+    Raises ``StartupError`` if the tokenizer cannot be built. Ends of sequence that no id of the tokenizer stands for
+    are left out.
     """
     spec, vocabulary = checkpoint.spec, checkpoint.vocabulary
     vocab_size = min(_count_ids(checkpoint), spec.vocab_size)
-    group = KVGroup(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=block_size,
-        dtype=dtype,
+    groups = tuple(
+        KVGroup(
+            num_layers=len(group.layers),
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            window=group.window,
+        )
+        for group in kv_groups(spec)
     )
     return ModelCard(
         name=name,
@@ -30,7 +35,7 @@ def make_card(checkpoint: Checkpoint, *, name: str, dtype: str, max_model_len: i
         fingerprint=fingerprint(checkpoint, dtype),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        kv_groups=(group,),
+        kv_groups=groups,
         eos_ids=tuple(i for i in vocabulary.eos_ids if i < vocab_size),
         bos_id=vocabulary.bos_id,
         add_bos=vocabulary.add_bos,

@@ -4,8 +4,8 @@ Safetensors only: other weight files may run code when they are read. The folder
 """
 
 import json
-import re
 from collections import Counter
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from paceline.proto.errors import StartupError
 from paceline.worker.checkpoint_base import Checkpoint, samples
 from paceline.worker.gguf import GGUFCheckpoint
 from paceline.worker.hf_files import read_generation_defaults, read_json, read_spec, read_vocabulary
+from paceline.worker.models import model_class
+from paceline.worker.tensor_view import TensorView
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -49,26 +50,32 @@ class FolderCheckpoint(Checkpoint):
         self.generation_defaults = read_generation_defaults(generation)
         self.config = config
         self.files = {file: SafetensorsFile(file) for file in _weight_files(path)}
-        self.holders = {name: file for file in self.files.values() for name in file.entries if self._is_weight(name)}
+        tensors_of = model_class(self.spec).tensors_of
+        # our name -> what holds it, the name there, and how it lies there
+        self.holders: dict[str, tuple[SafetensorsFile, str, TensorView]] = {
+            name: (file, held, view)
+            for file in self.files.values()
+            for held in file.entries
+            for name, view in tensors_of(self.spec, held).items()
+            if not (name == "lm_head.weight" and self.spec.tie_embeddings)  # sometimes stored all the same
+        }
         num_values: Counter[str] = Counter()
-        for name, file in self.holders.items():
-            num_values[DTYPES[file.entries[name]["dtype"]]] += prod(file.shape(name))
+        for name, (file, held, _) in self.holders.items():
+            num_values[file.dtype(held)] += prod(self.shape(name))
         if not num_values:
             raise StartupError(f"The weight files of {path} hold no tensors; download them again.")
         self.stored_dtype = num_values.most_common(1)[0][0]
-
-    def _is_weight(self, name: str) -> bool:
-        """Rotary buffers are computed anew; a head tied to the embedding is sometimes stored all the same."""
-        return not BUFFERS.fullmatch(name) and not (name == "lm_head.weight" and self.spec.tie_embeddings)
 
     def names(self) -> list[str]:
         return list(self.holders)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.holders[name].shape(name)
+        file, held, view = self.holders[name]
+        return view.shape(file.shape(held))
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        return self.holders[name].get(name, rows, columns)
+        file, held, view = self.holders[name]
+        return view.get(partial(file.get, held), file.shape(held), rows, columns)
 
     def identity(self) -> bytes:
         parts = [json.dumps(self.config, sort_keys=True).encode()]
@@ -100,12 +107,6 @@ class SafetensorsFile:
             raise StartupError(
                 f"{path} is truncated: its tensors end at byte {end:,} but the file has {size:,}; download it again."
             )
-        for name, entry in entries.items():
-            if entry["dtype"] not in DTYPES and not BUFFERS.fullmatch(name):
-                raise StartupError(
-                    f"Tensor {name} of {path} has dtype {entry['dtype']}, which is not supported; supported: "
-                    f"{', '.join(DTYPES)}."
-                )
         self.entries = entries
         try:
             self.handle = safe_open(path, framework="pt")
@@ -115,7 +116,19 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
 
+    def dtype(self, name: str) -> str:
+        """Raises ``StartupError`` for one that no weights are computed from."""
+        dtype = self.entries[name]["dtype"]
+        if dtype not in DTYPES:
+            supported = ", ".join(DTYPES)
+            raise StartupError(
+                f"Tensor {name} of {self.path} has dtype {dtype}, which is not supported; supported: {supported}."
+            )
+        return DTYPES[dtype]
+
     def get(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
+        if not self.entries[name]["shape"]:  # a single number cannot be cut
+            return self.handle.get_tensor(name)
         values = self.handle.get_slice(name)
         return values[rows or slice(None)] if columns is None else values[rows or slice(None), columns]
 

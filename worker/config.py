@@ -30,5 +30,10 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     dump_dir: str | None = None  # where the last plans go when a step fails
 
     @property
+    def plan_budget(self) -> int:
+        """Tokens of one plan: stages that work at the same time share the budget of a step."""
+        return -(-self.max_num_batched_tokens // self.pipeline_parallel_size)
+
+    @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size

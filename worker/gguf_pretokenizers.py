@@ -31,16 +31,28 @@ def digits(individual: bool) -> Json:
 
 
 GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Contractions, a word with at most one leading sign, numbers ({digits}), signs, line ends, spaces.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+
+def words(digits: str = "", marks: str = "") -> str:
+    """Contractions, a word with at most one leading sign, numbers, signs, line ends, spaces. ``marks``: what belongs to
+    a word beside letters."""
+    letter = rf"[\p{{L}}{marks}]" if marks else r"\p{L}"
+    return (
+        rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{letter}+|\p{{N}}{digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def cased(digits: str = "", end: str = "") -> str:
+    """The same, where a word also ends before a capital, and has its contraction at its ``end``, if anywhere."""
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{end}"
+        rf"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"""|\s*[\r\n]+|\s+(?!\S)|\s+"""
@@ -49,8 +61,10 @@ DEEPSEEK_V3 = (
 GPT2 = PreTokenizer(gpt2_regex=True)
 NEOX = PreTokenizer(gpt2_regex=True, nfc=True)
 SINGLE_DIGITS = PreTokenizer(steps=[digits(True)], gpt2_regex=True)
-LLAMA3 = PreTokenizer(steps=[split(WORDS.replace("{digits}", "{1,3}"))], ignore_merges=True, add_bos=True)
-QWEN2 = PreTokenizer(steps=[split(WORDS.replace("{digits}", ""))], nfc=True)
+LLAMA3 = PreTokenizer(steps=[split(words("{1,3}"))], ignore_merges=True, add_bos=True)
+GPT4 = PreTokenizer(steps=LLAMA3.steps)
+GPT4O = PreTokenizer(steps=[split(cased("{1,3}", f"{CONTRACTION}?"))])
+QWEN2 = PreTokenizer(steps=[split(words())], nfc=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     # What llama.cpp does with files older than the key.
@@ -60,6 +74,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": GPT2,
     "phi-2": GPT2,
     "trillion": GPT2,
+    "exaone4": GPT2,
+    "jais": GPT2,
     "mpt": NEOX,
     "olmo": NEOX,
     "smollm": SINGLE_DIGITS,
@@ -68,13 +84,24 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "command-r": SINGLE_DIGITS,
     "codeshell": SINGLE_DIGITS,
     "minerva-7b": SINGLE_DIGITS,
+    "exaone": SINGLE_DIGITS,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
     "llama-bpe": LLAMA3,
+    "falcon3": LLAMA3,
+    "pixtral": LLAMA3,
     "smaug-bpe": msgspec.structs.replace(LLAMA3, add_bos=False),
+    "dbrx": GPT4,
+    "glm4": GPT4,
+    "chatglm-bpe": GPT4,
+    "gpt-4o": GPT4O,
+    "llama4": GPT4O,
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
-    "tekken": PreTokenizer(steps=[split(CASED)], ignore_merges=True, add_bos=True),
+    "megrez": QWEN2,
+    "stablelm2": QWEN2,
+    "qwen35": PreTokenizer(steps=[split(words(marks=r"\p{M}"))], nfc=True),
+    "tekken": PreTokenizer(steps=[split(cased())], ignore_merges=True, add_bos=True),
     "deepseek-coder": PreTokenizer(
         steps=[
             split(r"[\r\n]"),

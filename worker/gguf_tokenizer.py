@@ -18,7 +18,17 @@ PREFIX = "tokenizer.ggml."
 SPACE = "▁"
 # Tokens that end a turn although no metadata key may say so: counted as ends where the file marks them as control
 # tokens and its chat template writes them. eos alone is often the end of a document, which chat models do not emit.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>")
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "[|endofturn|]",
+)
+# Phi-3's markers take the white space behind them along; no metadata key says so. All but these:
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class TokenType(IntEnum):
@@ -113,11 +123,14 @@ def _sentencepiece(
     if add_space:
         to_text.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = _token_id(meta, "unknown_token_id", tokens, path, 0)
+    added = _added_tokens(tokens, types)
+    if meta.get("general.architecture") == "phi3":
+        added = [token | {"rstrip": token["content"] not in PHI3_PLAIN} for token in added]
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(tokens, types),
+        "added_tokens": added,
         "normalizer": {"type": "Sequence", "normalizers": to_sign},
         "pre_tokenizer": None,
         "post_processor": None,

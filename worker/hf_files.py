@@ -1,7 +1,7 @@
 """The small files of a Hugging Face folder, read: config.json to a spec, tokenizer files to a vocabulary.
 
-Old and new spellings are both read (rope_theta and rope_scaling, or transformers 5's rope_parameters). Weights are
-checkpoint.py's. transformers is not used: importing it takes seconds, and it fills gaps that are better refused.
+What the fields of config.json mean is the families' knowledge (models/). Weights are checkpoint.py's. transformers is
+used for what has no family alone: importing it takes seconds, and it fills gaps that are better refused.
 """
 
 import json
@@ -12,11 +12,10 @@ from tokenizers import Tokenizer
 
 from paceline.proto.errors import StartupError
 from paceline.worker.checkpoint_base import Vocabulary, checked, with_bos
-from paceline.worker.models.spec import ModelSpec, RopeScaling
+from paceline.worker.models import FALLBACK, architectures
+from paceline.worker.models.config import Config, Json
+from paceline.worker.models.spec import ModelSpec
 
-Json = dict[str, Any]
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-MISTRAL_WINDOW = 4096  # what a Mistral config means that has no sliding_window at all
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -36,92 +35,24 @@ def read_json(path: Path, *, needed_for: str | None = None) -> Json:
 
 
 def read_spec(config: Json, path: Path) -> ModelSpec:
-    """``path`` is config.json's, for messages. Raises ``StartupError`` unless the config describes a plain Llama."""
-    architecture = (config.get("architectures") or ["nothing"])[0]
-    if architecture not in ARCHITECTURES:
-        raise StartupError(
-            f"{path} names architecture {architecture}, which is not supported; supported: {', '.join(ARCHITECTURES)}."
-        )
+    """``path`` is config.json's, for messages. Raises ``StartupError`` unless the config describes a model of a known
+    family, or one that the fallback can serve, in plain weights."""
+    fields, families = Config(config, path), architectures()
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise StartupError(
             f"{path} describes weights quantized by '{method}' (quantization_config), which is not supported; use the "
             "unquantized model or a GGUF file of it."
         )
-    max_position = _need_int(config, "max_position_embeddings", path)
-    if architecture == "MistralForCausalLM":
-        window = config.get("sliding_window", MISTRAL_WINDOW)
-        if window is not None and window < max_position:
-            raise StartupError(
-                f"{path} asks for sliding_window {window}, which is not supported; a Mistral without one is."
-            )
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise StartupError(f"{path} asks for hidden_act '{activation}', which is not supported; supported: silu.")
-    num_heads = _need_int(config, "num_attention_heads", path)
-    hidden_size = _need_int(config, "hidden_size", path)
-    bias = bool(config.get("attention_bias", False))
-    theta, scaling = _read_rope(config, max_position, path)
-    spec = ModelSpec(
-        architecture="llama",
-        hidden_size=hidden_size,
-        intermediate_size=_need_int(config, "intermediate_size", path),
-        num_layers=_need_int(config, "num_hidden_layers", path),
-        num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-        vocab_size=_need_int(config, "vocab_size", path),
-        max_position=max_position,
-        norm_eps=float(_need(config, "rms_norm_eps", path)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bias,
-        attention_out_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-    )
-    return checked(spec, path)
-
-
-def _read_rope(config: Json, max_position: int, path: Path) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. A parameter that a kind needs and the file lacks is an error, not a guess."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope: Json = config.get(field) or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise StartupError(f"{path} rotates a part of each head (partial_rotary_factor), which is not supported.")
-    if kind == "default":
-        return theta, None
-    needed = {"linear": (), "dynamic": (), "yarn": (), "llama3": ("low_freq_factor", "high_freq_factor")}
-    if kind not in needed:
+    try:
+        family = families.get(fields.architecture, FALLBACK).load()
+    except ImportError as error:  # of transformers
         raise StartupError(
-            f"{path} asks for rotary scaling '{kind}' ({field}), which is not supported; supported: default, "
-            f"{', '.join(needed)}."
-        )
-    if kind == "llama3":
-        _need(rope, "original_max_position_embeddings", path, field)
-    for name in ("factor", *needed[kind]):
-        _need(rope, name, path, field)
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    numbers = ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"]
-    numbers += ["mscale", "mscale_all_dim"]
-    given: dict[str, Any] = {name: float(rope[name]) for name in numbers if rope.get(name) is not None}
-    return theta, RopeScaling(kind=kind, original_max_position=int(original or max_position), **given)
-
-
-def _need(config: Json, field: str, path: Path, inside: str | None = None) -> Any:
-    if config.get(field) is None:
-        where = f"{inside}.{field}" if inside else field
-        raise StartupError(f"{path} lacks the field {where}; take the config.json that the model was published with.")
-    return config[field]
-
-
-def _need_int(config: Json, field: str, path: Path) -> int:
-    value = _need(config, field, path)
-    if not isinstance(value, int) or value < 1:
-        raise StartupError(f"{path} has {field} {value!r}, which is no count; take the config.json as published.")
-    return value
+            f"{path} names architecture {fields.architecture}, for which there is no family here; more run through "
+            f"transformers, which cannot be imported ({error}): pip install 'paceline[transformers]'. Without it these "
+            f"are supported: {', '.join(families)}."
+        ) from error
+    return checked(family.spec_of(fields), path)
 
 
 def read_vocabulary(folder: Path, config: Json, generation: Json) -> Vocabulary:

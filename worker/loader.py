@@ -28,7 +28,7 @@ class Target:
     module: nn.Module
     module_name: str
     parameter: str  # "weight" or "bias"
-    rows: slice | None
+    rows: slice | tuple[int | slice, ...] | None
     held: tuple[Part, ...]  # of each dimension of the file's tensor
 
     @property
@@ -46,7 +46,7 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, device: torch.device) 
     Raises StartupError, in one sentence, naming up to three tensors that are missing, unknown or of the wrong shape.
     """
     check_tensors(model, checkpoint)
-    targets = find_targets(model)
+    targets = targets_of(model, checkpoint)
     names = [name for name in checkpoint.names() if name in targets]
     waiting = Counter(target.module_name for target in targets.values())
     for name in names:
@@ -64,7 +64,15 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, device: torch.device) 
 def check_tensors(model: CausalLM, checkpoint: Checkpoint) -> None:
     """Raises StartupError unless the files hold the whole model that ``model`` is a share of, and nothing else."""
     whole = model if model.place.num_ranks == 1 else type(model)(model.spec, torch.float32)
-    _refuse(find_targets(whole), [name for name in checkpoint.names() if not _ignorable(name, model)], checkpoint)
+    names = [name for name in checkpoint.names() if not _ignorable(name, model)]
+    _refuse(targets_of(whole, checkpoint), names, checkpoint)
+
+
+def targets_of(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Target]:
+    """By the model itself where its modules are not this house's (the fallback): what their parts are called in the
+    files depends on what is there."""
+    own = getattr(model, "find_targets", None)
+    return find_targets(model) if own is None else own(checkpoint.names())
 
 
 def find_targets(model: CausalLM) -> dict[str, Target]:
@@ -74,9 +82,9 @@ def find_targets(model: CausalLM) -> dict[str, Target]:
         stem, _, leaf = module_name.rpartition(".")
         held = getattr(module, "held", {})
         for parameter, values in module.named_parameters(recurse=False):
-            if isinstance(module, FusedLinear) and leaf in model.packed:
+            if isinstance(module, FusedLinear):
                 rest = tuple(Part.all(size) for size in values.shape[1:])
-                for index, source in enumerate(model.packed[leaf]):
+                for index, source in enumerate(model.packed.get(leaf, (leaf,))):
                     name = f"{stem}.{source}.{parameter}"
                     parts = (module.parts[index], *rest)
                     targets[name] = Target(module, module_name, parameter, module.rows_of(index), parts)
@@ -104,7 +112,7 @@ def weight_bytes(model: CausalLM, device: torch.device | None = None) -> int:
 
 
 def _head(model: CausalLM) -> Head | None:
-    return model.lm_head if model.place.is_last_stage else None
+    return getattr(model, "lm_head", None)
 
 
 def _ignorable(name: str, model: CausalLM) -> bool:

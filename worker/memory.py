@@ -92,7 +92,13 @@ def plan_pool(
 
 
 def fit_length(max_position: int, max_model_len: int | None, num_tokens: int) -> int:
-    """The longest sequence in tokens: as asked for, else the model's own, lowered to the ``num_tokens`` of the pool."""
+    """The longest sequence in tokens: as asked for, else the model's own, lowered to ``num_tokens``, for which the pool
+    has room. Raises StartupError where that is none."""
+    if num_tokens < 1:
+        raise StartupError(
+            "The KV pool holds no token: each takes a block in every group of the model's layers, and there are fewer "
+            "blocks than groups; a larger --num-kv-blocks or --kv-memory-share would work."
+        )
     wanted = max_model_len or max_position
     if wanted <= num_tokens:
         return wanted

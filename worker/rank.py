@@ -16,6 +16,7 @@ import torch
 
 from paceline.proto.errors import StartupError
 from paceline.proto.load import RankMemory
+from paceline.proto.paging import Paging
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, column
 from paceline.worker import threads
@@ -25,6 +26,7 @@ from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.dump import DumpHeader, write_dump
 from paceline.worker.kv_cache import KVCache, bytes_per_token
+from paceline.worker.kv_groups import kv_groups
 from paceline.worker.loader import check_tensors, load_weights, weight_bytes
 from paceline.worker.memory import GIB, check_weights, fit_length, free_memory, plan_pool, size_text
 from paceline.worker.models import model_class
@@ -46,19 +48,28 @@ class Memory:
     """What a rank holds. Bytes and tokens."""
 
     weight_bytes: int
-    kv_bytes_per_token: int
+    block_bytes: int
     num_kv_blocks: int
-    block_size: int
+    paging: Paging
     max_model_len: int
 
     @property
+    def block_size(self) -> int:
+        return self.paging.block_size
+
+    @property
     def pool_bytes(self) -> int:
-        return self.num_kv_blocks * self.block_size * self.kv_bytes_per_token
+        return self.num_kv_blocks * self.block_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """That a token takes while every layer sees it: a part of one block in each group."""
+        return self.block_bytes // self.block_size * len(self.paging.windows)
 
     @property
     def full_length_requests(self) -> int:
         """Requests of max_model_len tokens that the pool holds at once."""
-        return self.num_kv_blocks // -(-self.max_model_len // self.block_size)
+        return self.num_kv_blocks // self.paging.num_blocks(self.max_model_len)
 
 
 class Rank:
@@ -115,12 +126,16 @@ class Rank:
         """One line: what share of the model, weights, KV bytes per token, blocks, and how many full requests fit."""
         memory = self.memory
         return (
-            f"{self.config.served_model_name}{self._share()} on {self.device.type} in {_name(self.dtype)}, "
-            f"attention by {self.backend_name}, {torch.get_num_threads()} threads: "
+            f"{self.config.served_model_name}{self._way()}{self._share()} on {self.device.type} "
+            f"in {_name(self.dtype)}, attention by {self.backend_name}, {torch.get_num_threads()} threads: "
             f"weights {size_text(memory.weight_bytes)}, KV {memory.kv_bytes_per_token} bytes per token, "
             f"{memory.num_kv_blocks} blocks of {memory.block_size} tokens ({size_text(memory.pool_bytes)}), "
             f"{memory.full_length_requests} requests of {memory.max_model_len} tokens fit"
         )
+
+    def _way(self) -> str:
+        spec = self.runner.model.spec
+        return f", architecture {spec.architecture} through transformers (fallback)," if spec.config else ""
 
     def _share(self) -> str:
         """Which part of the model this is, where there are several."""
@@ -142,8 +157,9 @@ class Rank:
             self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
             model = model_class(spec)(spec, self.dtype, self.groups)
             check_tensors(model, checkpoint)
-            token_bytes = bytes_per_token(spec, model.shard, self.dtype)
-            block_bytes = config.block_size * token_bytes
+            block_bytes = config.block_size * bytes_per_token(spec, model.shard, self.dtype)
+            windows = tuple(group.window for group in kv_groups(spec))
+            paging = Paging(config.block_size, windows, config.plan_budget)
             limit = None if config.rank_memory is None else int(config.rank_memory * GIB)
             needed = weight_bytes(model, self.device)
             check_weights(needed, block_bytes, limit, free_memory(self.device, self.groups.num_on_host))
@@ -161,9 +177,11 @@ class Rank:
                 None if limit is None else limit - held_bytes,
             )
             num_blocks = self.groups.smallest(num_blocks)
-            max_model_len = fit_length(spec.max_position, config.max_model_len, num_blocks * config.block_size)
+            longest = paging.longest(num_blocks, config.max_model_len or spec.max_position)
+            max_model_len = fit_length(spec.max_position, config.max_model_len, longest)
+            model.serve_up_to(max_model_len)
             cache = KVCache(spec, model.shard, num_blocks, config.block_size, self.dtype, self.device)
-            table = SlotTable(config.max_num_seqs, max_model_len, config.block_size, device=self.device)
+            table = SlotTable(config.max_num_seqs, max_model_len, config.block_size, len(windows), self.device)
         with self._phase("card"):
             self.card = make_card(
                 checkpoint,
@@ -172,7 +190,7 @@ class Rank:
                 max_model_len=max_model_len,
                 block_size=config.block_size,
             )
-        self.memory = Memory(held_bytes, token_bytes, num_blocks, config.block_size, max_model_len)
+        self.memory = Memory(held_bytes, block_bytes, num_blocks, paging, max_model_len)
         self.runner = Runner(model, cache, backend, Sampler(self.card.vocab_size), table, self.groups)
         with self._phase("warm-up"):
             self._warm_up()

@@ -41,7 +41,7 @@ class Runner:
         batch = build_batch(plan, self.table, self.cache.block_size)
         if not batch.num_tokens:
             return batch, None
-        attn = StepAttention(self.backend, self.cache, self.backend.prepare(batch, self.cache.block_size))
+        attn = StepAttention.of(self.backend, self.cache, batch)
         hidden = self.model(self._stream(batch), batch.positions, attn)  # [tokens, hidden]
         if not self.groups.place.is_last_stage:
             self.groups.send(hidden)
@@ -61,6 +61,6 @@ class Runner:
     def _stream(self, batch: Batch) -> torch.Tensor:
         """The residual stream before this stage's layers: fp32 [tokens, hidden]."""
         if self.groups.place.is_first_stage:
-            return self.model.embed(batch.ids)
+            return self.model.embed(batch.ids, batch.positions)
         shape = (batch.num_tokens, self.model.spec.hidden_size)
         return self.groups.receive(shape, torch.float32, batch.ids.device)

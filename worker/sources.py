@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -73,6 +74,20 @@ def resolve(model: str, progress: Progress | None = None, cache_dir: Path | None
         f"There is no model '{model}' here; give a model folder, a .gguf file, a Hub id (org/name) or a built-in name "
         f"({', '.join(BUILT_IN)})."
     )
+
+
+def resolve_config(model: str, progress: Progress | None = None, cache_dir: Path | None = None) -> Path:
+    """As `resolve`, for who only wants to know the model's shape: of a Hub model just its config.json is fetched.
+    A config.json may stand for its folder."""
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if path.exists() or model in BUILT_IN or not HUB_ID.fullmatch(model):
+        return resolve(model, progress, cache_dir)
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(model):
+        return Path(hf_hub_download(model, "config.json"))
 
 
 def fetch_package(package: Package, progress: Progress, cache_dir: Path) -> Path:
@@ -168,8 +183,14 @@ def fetch_from_hub(model: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download  # a second to import, and only Hub ids need it
 
     progress(f"Fetching {model} from the Hub", 0, None)
-    try:
+    with _hub_errors(model):
         return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # its own errors, and those of whichever HTTP library it uses
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StartupError(

@@ -46,7 +46,8 @@ class SlotTable:
     """Ids, block tables and sampling parameters of up to ``num_slots`` sequences.
 
     token_ids: [num_slots, max_model_len + 1] int32 on the device; the last column takes the id drawn at the limit.
-    block_table: [num_groups, num_slots, max_blocks] int32 on the host; entries that are not set point to NULL_BLOCK.
+    block_table: [num_groups, num_slots, max_blocks] int32 on the host; entries that are not set point to NULL_BLOCK,
+    those before the window of a group may point to blocks that have become somebody else's: nobody reads them.
     slots: [num_slots] records of SLOT. logit_bias: slot -> {id: bias}, for the few that have one.
     """
 

@@ -27,7 +27,8 @@ def max_len(request: Request, config: EngineConfig) -> int:
         raise InvalidRequest("resume needs one list per choice, each shorter than max_tokens", "resume")
     if request.priority and config.scheduling_policy == "fcfs":
         raise InvalidRequest("this server schedules first come, first served: leave out priority", "priority")
-    room = min(config.max_model_len, config.num_blocks * config.block_size) - num_prompt
+    paging = config.paging
+    room = paging.longest(config.num_blocks, config.max_model_len) - num_prompt
     length = num_prompt + (room if params.max_tokens is None else params.max_tokens)
     if num_prompt >= config.max_model_len or length > config.max_model_len:
         raise ContextLengthExceeded(
@@ -35,7 +36,7 @@ def max_len(request: Request, config: EngineConfig) -> int:
             f"{max(length - num_prompt, 1)} more",
             "max_tokens" if num_prompt < config.max_model_len else "prompt",
         )
-    needed = -(-max(length, num_prompt + 1) // config.block_size)
+    needed = paging.num_blocks(max(length, num_prompt + 1))
     if needed > config.num_blocks:
         raise KVPoolExceeded(
             f"prompt and max_tokens need {needed} KV blocks of {config.block_size} tokens, the pool has "

@@ -8,10 +8,14 @@ Every block is in exactly one of three states:
 
 Cached and free blocks share one list, taken from the front: nameless ones lie in front, then the named ones in the
 order in which they were let go (least recently used first). Block 0 is the null block and never leaves.
+
+Blocks of all KV groups are of one kind; a name is found only in the group that it was given in.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+
+Name = tuple[int, bytes]  # group, name of the content
 
 
 class BlockPool:
@@ -20,8 +24,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, free_ids: Iterable[int] | None = None):
         self.num_blocks = num_blocks
         self.refs = [0] * (num_blocks + 1)
-        self._names: list[bytes | None] = [None] * (num_blocks + 1)
-        self._by_name: dict[bytes, int] = {}
+        self._names: list[Name | None] = [None] * (num_blocks + 1)
+        self._by_name: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # by group
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(free_ids or range(1, num_blocks + 1))
         if len(self._free) != num_blocks or min(self._free) < 1 or max(self._free) > num_blocks:
             raise ValueError("free_ids must be a permutation of 1..num_blocks")
@@ -42,15 +46,19 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
-    def match(self, names: Sequence[bytes], limit: int) -> list[int]:
+    def match(self, names: Sequence[bytes], limit: int, group: int = 0) -> list[int]:
         """Blocks that hold the longest known run of ``names`` from the first on, at most ``limit``. Takes none."""
-        found = []
+        found, by_name = [], self._by_name[group]
         for name in names[:limit]:
-            block = self._by_name.get(name)
+            block = by_name.get(name)
             if block is None:
                 break
             found.append(block)
         return found
+
+    def find(self, name: bytes, group: int = 0) -> int | None:
+        """The block of that name, or None. Takes none."""
+        return self._by_name[group].get(name)
 
     def acquire(self, block: int) -> None:
         """One holder more."""
@@ -67,17 +75,19 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def name(self, block: int, name: bytes) -> None:
+    def name(self, block: int, name: bytes, group: int = 0) -> None:
         """From now on ``match`` finds this full block. The first block of a name keeps it."""
-        if name not in self._by_name:
-            self._by_name[name] = block
-            self._names[block] = name
+        by_name = self._by_name[group]
+        if name not in by_name:
+            by_name[name] = block
+            self._names[block] = group, name
 
     def unname(self, block: int) -> None:
         """The block will be written: nobody may find what it held."""
-        name = self._names[block]
-        if name is not None:
-            del self._by_name[name]
+        key = self._names[block]
+        if key is not None:
+            group, name = key
+            del self._by_name[group][name]
             self._names[block] = None
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -89,6 +99,8 @@ class BlockPool:
             refs = self.refs[block]
             assert refs == expected[block], f"block {block} has {refs} references, {expected[block]} holders"
             assert (refs == 0) == (block in self._free), f"block {block} with {refs} references is misfiled"
-        for name, block in self._by_name.items():
-            assert self._names[block] == name, f"block {block} is filed under another name"
-        assert sum(n is not None for n in self._names) == len(self._by_name), "a name without a file"
+        for group, by_name in self._by_name.items():
+            for name, block in by_name.items():
+                assert self._names[block] == (group, name), f"block {block} is filed under another name"
+        num_names = sum(key is not None for key in self._names)
+        assert num_names == sum(map(len, self._by_name.values())), "a name without a file"

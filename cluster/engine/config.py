@@ -3,6 +3,7 @@
 import msgspec
 
 from paceline.proto.errors import StartupError
+from paceline.proto.paging import Paging
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,12 +15,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_waiting_requests`` counts choices, ``max_waiting_tokens`` what they still need computed: what comes beyond is
     refused as overload; 0 is no limit.
     ``depth``: plans that may be in flight. ``num_stages``: of the pipeline that runs them.
+    ``windows``: by KV group, tokens that a query sees, itself included; 0 sees all (paging.py).
     ``scheduling_policy``: "priority" or "fcfs" (a priority other than 0 is then refused).
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    windows: tuple[int, ...] = (0,)
     eos_ids: tuple[int, ...] = ()
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
@@ -49,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("max_waiting_requests", "max_waiting_tokens"):
             if getattr(self, field) < 0:
                 raise StartupError(f"{field} is {getattr(self, field)}: 0 is no limit, less than that is nothing")
+        if not self.windows or min(self.windows) < 0:
+            raise StartupError(f"windows are {self.windows}: one for each KV group is needed, 0 sees all")
         if self.scheduling_policy not in ("priority", "fcfs"):
             raise StartupError(f"scheduling policy {self.scheduling_policy!r} is unknown: use priority or fcfs")
 
@@ -56,6 +61,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def plan_budget(self) -> int:
         """Tokens of one plan: stages that work at the same time share the budget of a step."""
         return -(-self.max_num_batched_tokens // self.num_stages)
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(self.block_size, self.windows, self.plan_budget)
 
     @property
     def long_prefill_threshold(self) -> int:

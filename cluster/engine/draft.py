@@ -3,7 +3,7 @@
 from array import array
 
 from paceline.cluster.engine.sequence import Sequence
-from paceline.proto.step import TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan
+from paceline.proto.step import NULL_BLOCK, TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan
 
 
 class Draft:
@@ -22,6 +22,7 @@ class Draft:
         "starts",
         "step_id",
         "table_blocks",
+        "table_groups",
         "table_indices",
         "table_slots",
         "takes",
@@ -42,15 +43,17 @@ class Draft:
         self.writes: list[int] = []
         self.admissions: list[SlotInit] = []
         self.table_slots: list[int] = []
+        self.table_groups: list[int] = []
         self.table_indices: list[int] = []
         self.table_blocks: list[int] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []  # group, source, destination
         self.num_decode = 0
         self.preempted: list[tuple[str, str]] = []
         self.waits_for: str | None = None  # what the waiting head lacks
 
-    def put_block(self, seq: Sequence, index: int, block: int) -> None:
+    def put_block(self, seq: Sequence, group: int, index: int, block: int) -> None:
         self.table_slots.append(seq.slot)
+        self.table_groups.append(group)
         self.table_indices.append(index)
         self.table_blocks.append(block)
 
@@ -66,8 +69,10 @@ class Draft:
                 params=seq.request.params,
             )
         )
-        for index, block in enumerate(seq.block_ids):
-            self.put_block(seq, index, block)
+        for group, block_ids in enumerate(seq.block_ids):
+            for index, block in enumerate(block_ids):
+                if block != NULL_BLOCK:
+                    self.put_block(seq, group, index, block)
 
     def put_chunk(self, seq: Sequence, end: int, write: int) -> None:
         """A row for [num_planned, end), and the cursors that follow from it."""
@@ -94,12 +99,12 @@ class Draft:
             releases=array("i", releases),
             admissions=self.admissions,
             table_slots=array("i", self.table_slots),
-            table_groups=array("i", bytes(4 * len(self.table_slots))),
+            table_groups=array("i", self.table_groups),
             table_indices=array("i", self.table_indices),
             table_blocks=array("i", self.table_blocks),
-            copy_groups=array("i", bytes(4 * len(self.copies))),
-            copy_srcs=array("i", [src for src, _ in self.copies]),
-            copy_dsts=array("i", [dst for _, dst in self.copies]),
+            copy_groups=array("i", [group for group, _, _ in self.copies]),
+            copy_srcs=array("i", [src for _, src, _ in self.copies]),
+            copy_dsts=array("i", [dst for _, _, dst in self.copies]),
             chunk_slots=array("i", [seq.slot for seq in rows]),
             chunk_epochs=array("i", [seq.epoch for seq in rows]),
             chunk_starts=array("i", self.starts),

@@ -52,11 +52,12 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.deadlines = Deadlines()
         self.counters = Counters()
-        self.residents = Residents(config.max_num_seqs, config.block_size, self.pool, self.waiting, self.counters)
+        self.residents = Residents(config.max_num_seqs, config.paging, self.pool, self.waiting, self.counters)
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._requests: dict[str, list[Sequence]] = {}  # live choices of live requests
         self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
         self._eos = frozenset(config.eos_ids)
+        self._has_windows = any(config.windows)
         self._num_alive = 0  # choices, also those still to be forked
         self._stuck = False  # when last looked at, the waiting head found seats but no room
         self._next_arrival = 0
@@ -157,6 +158,9 @@ class Scheduler:
             self._stuck = False
         if not draft.rows:
             return None
+        if self._has_windows:
+            for seq in draft.rows[draft.num_decode :]:  # decodes let go when they need their next block
+                self.residents.drop_passed(seq)
         plan = draft.plan(self.residents.take_releases())
         self._next_step += 1
         num_tokens = sum(draft.lens)
@@ -232,7 +236,7 @@ class Scheduler:
             if end > seq.num_planned:
                 self._put_prefill(draft, seq, end)
             num_long += seq.num_todo > threshold
-            promised += -(-len(seq.token_ids) // self.config.block_size) - len(seq.block_ids)
+            promised += self.residents.promise(seq)
         return num_long, promised
 
     def _admit(self, draft: Draft, num_long: int, promised: int) -> None:
@@ -246,23 +250,23 @@ class Scheduler:
                 return
             if head is not None and head.num_bypassed >= config.max_bypasses:
                 return
-            hit = [] if seq.block_ids else self.pool.match(seq.hashes, (len(seq.token_ids) - 1) // block_size)
-            todo = seq.num_todo - len(hit) * block_size
+            hit = [] if seq.block_ids else residents.find_prefix(seq)
+            todo = seq.num_todo - (len(hit[0]) * block_size if hit else 0)
             if todo > threshold and num_long >= config.max_partial_prefills:
                 draft.waits_for = draft.waits_for or "long prefills"
                 continue
-            if not self.residents.fits(seq, hit, promised):
+            if not residents.fits(seq, hit, promised):
                 if head is None:
                     head, draft.waits_for = seq, "blocks"
                 continue
-            self.residents.seat(draft, seq, hit)
+            residents.seat(draft, seq, hit)
             contended = bool(num_long) or len(self.waiting) > 0
             limit = threshold if todo > threshold and contended else todo
-            end = self.residents.make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
+            end = residents.make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
             if end > seq.num_planned:
                 self._put_prefill(draft, seq, end)
             num_long += seq.num_todo > threshold
-            promised += max(0, -(-len(seq.token_ids) // block_size) - len(seq.block_ids))
+            promised += residents.promise(seq)
             if head is not None:
                 head.num_bypassed += 1
 
@@ -272,10 +276,7 @@ class Scheduler:
         draft.put_chunk(seq, end, 0 if end <= seq.num_held else 1)
         filled = min(end // self.config.block_size, len(seq.hashes))
         if filled > seq.num_named:
-            for index in range(seq.num_named, filled):
-                self.pool.name(seq.block_ids[index], seq.hashes[index])
-            seq.num_named = filled
-            seq.next_name_at = (filled + 1) * self.config.block_size
+            self.residents.name(seq, filled)
 
     # -- commit ----------------------------------------------------------------------------------------------------
 
@@ -311,21 +312,18 @@ class Scheduler:
     def _name_computed(self, seq: Sequence) -> None:
         """Names for blocks that generated ids have filled; prompt blocks got theirs when they were planned."""
         block_size = self.config.block_size
-        while (seq.num_named + 1) * block_size <= seq.num_computed:
-            index = seq.num_named
-            if index == len(seq.hashes):
-                parent = seq.hashes[-1] if seq.hashes else seq.request.cache_root
-                seq.hashes.append(chain(parent, seq.token_ids[index * block_size : (index + 1) * block_size]))
-            self.pool.name(seq.block_ids[index], seq.hashes[index])
-            seq.num_named += 1
-        seq.next_name_at = (seq.num_named + 1) * block_size
+        filled = seq.num_computed // block_size
+        for index in range(len(seq.hashes), filled):
+            parent = seq.hashes[-1] if seq.hashes else seq.request.cache_root
+            seq.hashes.append(chain(parent, seq.token_ids[index * block_size : (index + 1) * block_size]))
+        self.residents.name(seq, filled)
 
     def _fork(self, parent: Sequence) -> None:
         """The prompt is in the cache: the other choices begin, sharing its blocks; each recomputes one token for its
         logits and copies the last, partly filled block when it first writes into it."""
         request, num_prompt, block_size = parent.request, parent.num_prompt, self.config.block_size
-        shared = parent.block_ids[: -(-num_prompt // block_size)]
-        shared_end = len(shared) * block_size if num_prompt % block_size else 0
+        num_shared = -(-num_prompt // block_size)
+        shared_end = num_shared * block_size if num_prompt % block_size else 0
         for choice in range(1, parent.num_to_fork + 1):
             child = Sequence(request, choice, parent.key[1], parent.max_len, parent.stop_ids)
             child.shared_end = shared_end
@@ -338,7 +336,7 @@ class Scheduler:
             child.num_named = num_prompt // block_size if parent.cacheable else 0
             self._requests[request.request_id].append(child)
             self.waiting.join(request.tenant)
-            self.residents.hold(child, shared)
+            self.residents.hold(child, parent, num_shared)
         parent.shared_end = shared_end
         parent.num_to_fork = 0
 
@@ -465,6 +463,5 @@ class Scheduler:
             assert seq.finish_reason is None
             assert 0 <= seq.num_computed <= seq.num_planned <= length + seq.num_pending, seq
             assert seq.num_planned < seq.max_len, seq
-            assert seq.capacity == len(seq.block_ids) * self.config.block_size, seq
             assert seq.num_planned <= seq.capacity, seq
             assert (seq.slot == NO_SLOT) == (seq not in self.running), seq

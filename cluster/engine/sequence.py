@@ -20,9 +20,9 @@ class Sequence:
     """See the module. ``key`` orders sequences totally: (priority, arrival, choice)."""
 
     __slots__ = (
-        "block_ids",  # its blocks, by index
+        "block_ids",  # its blocks, by KV group and index, NULL_BLOCK where one has left the group's window
         "cacheable",  # takes part in the prefix cache
-        "capacity",  # positions that block_ids hold
+        "capacity",  # positions that block_ids reach to, in every group
         "choice",
         "epoch",
         "finish_reason",
@@ -43,7 +43,7 @@ class Sequence:
         "planned_in",  # id of the last step that holds it
         "request",
         "request_id",
-        "shared_end",  # below this position its last block may be shared with forks
+        "shared_end",  # below this position its last blocks may be shared with forks
         "slot",
         "started",  # was admitted once
         "stop_ids",
@@ -65,7 +65,7 @@ class Sequence:
         self.epoch = 0
         self.slot = NO_SLOT
         self.num_planned = self.num_computed = self.num_pending = 0
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = []  # no groups at all while it holds nothing
         self.capacity = 0
         self.shared_end = 0
         self.cacheable = False

@@ -129,7 +129,7 @@ def page(
         plan = scheduler.schedule(0.0)
         assert plan is not None
         if index >= warm_up:
-            listed = sum(len(seq.block_ids) for seq in scheduler.running)
+            listed = sum(len(block_ids) for seq in scheduler.running for block_ids in seq.block_ids)
             live = sum(seq.num_planned for seq in scheduler.running)
             referenced = scheduler.pool.num_referenced
             shares.append(live / ((referenced if n == 1 else listed) * BLOCK))

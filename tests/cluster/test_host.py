@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import msgspec
 import pytest
 
 from paceline.cluster.engine.executor import Loaded
@@ -176,6 +177,14 @@ async def test_any_error_while_loading_becomes_one_startup_error(hosting):
     with pytest.raises(StartupError, match="OSError: disk on fire"):
         await asyncio.wait_for(host.ready(), TIMEOUT)
     assert host.state == "dead"
+
+
+async def test_the_engine_is_told_the_windows_of_the_models_kv_groups(hosting):
+    group = CARD.kv_groups[0]
+    card = msgspec.structs.replace(CARD, kv_groups=(group, msgspec.structs.replace(group, window=32)))
+    host = await hosting(GatedExecutor(), lambda config, on_phase: Loaded(GatedExecutor(), card, 512, ""))
+    assert host.limits is not None
+    assert host.limits.windows == (0, 32)
 
 
 async def test_an_unfit_engine_config_fails_the_start(hosting):

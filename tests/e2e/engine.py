@@ -39,6 +39,7 @@ def engine_config(loaded: Loaded, **config) -> EngineConfig:
     defaults = {
         "num_blocks": loaded.num_blocks,
         "block_size": card.block_size,
+        "windows": card.windows,
         "max_model_len": card.max_model_len,
         "eos_ids": card.eos_ids,
         "depth": loaded.depth,

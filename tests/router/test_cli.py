@@ -20,7 +20,7 @@ from tests.router.conftest import ready, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PACELINE = str(Path(sys.executable).with_name("paceline"))
-COMMANDS = ("serve", "router", "controller", "replica", "chat", "status", "pull", "replay", "version")
+COMMANDS = ("serve", "router", "controller", "replica", "chat", "status", "pull", "models", "fits", "replay", "version")
 
 
 def run(*arguments: str, command: str = PACELINE, **variables: str) -> subprocess.CompletedProcess[str]:

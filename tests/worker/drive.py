@@ -14,7 +14,9 @@ from paceline.proto.step import (
     StepResult,
     column,
 )
+from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
+from paceline.worker.kv_groups import kv_groups
 from paceline.worker.rank import PendingStep, Rank
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)
@@ -44,15 +46,22 @@ class Row:
 
 @dataclass
 class Driver:
-    """``blocks`` are handed out in a shuffled order, so that a sequence's blocks lie scattered."""
+    """Blocks are handed out in a shuffled order, so that a sequence's blocks lie scattered. Those of a group with a
+    window are given to others as soon as they left it.
+
+    ``tables``: slot -> blocks of the first group, 0 where one was given up; ``more``: those of the other groups.
+    """
 
     rank: Rank
     seed: int = 0
     step_id: int = 0
     epochs: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
+    more: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self):
+        groups = kv_groups(open_checkpoint(Path(self.rank.config.model)).spec)
+        self.windows = [group.window for group in groups]
         self.free = list(range(1, self.rank.num_kv_blocks + 1))
         random.Random(self.seed).shuffle(self.free)
         self._next = StepPlan(step_id=0)
@@ -61,6 +70,7 @@ class Driver:
         """``shared_blocks`` head the block table, as a prefix hit or a fork would have it. Returns the slot."""
         self.step_id += 1
         self.epochs[slot], self.tables[slot] = self.step_id, []
+        self.more[slot] = [[] for _ in self.windows[1:]]
         self._next.admissions.append(
             SlotInit(
                 slot=slot,
@@ -77,7 +87,8 @@ class Driver:
 
     def release(self, slot: int) -> None:
         self._next.releases.append(slot)
-        self.free.extend(self.tables.pop(slot))
+        for table in (self.tables.pop(slot), *self.more.pop(slot)):
+            self.free.extend(block for block in table if block)
 
     def copy_block(self, src: int, dst: int) -> None:
         self._next.copy_groups.append(0)
@@ -90,8 +101,11 @@ class Driver:
         self.step_id += 1
         plan.step_id = self.step_id
         for row in rows:
-            while len(self.tables[row.slot]) * self.rank.config.block_size < row.start + row.length:
-                self._append_block(row.slot, self.free.pop(), plan)
+            for group, window in enumerate(self.windows):
+                if window:
+                    self._give_up(row.slot, group, (row.start - window + 1) // self.rank.config.block_size, plan)
+                while len(self._table(row.slot, group)) * self.rank.config.block_size < row.start + row.length:
+                    self._append_block(row.slot, self.free.pop(), plan, group)
             plan.chunk_slots.append(row.slot)
             plan.chunk_epochs.append(self.epochs[row.slot])
             plan.chunk_starts.append(row.start)
@@ -127,10 +141,25 @@ class Driver:
         self.release(slot)
         return drawn
 
-    def _append_block(self, slot: int, block: int, plan: StepPlan | None = None) -> None:
-        plan = plan or self._next
+    def _table(self, slot: int, group: int) -> list[int]:
+        return self.more[slot][group - 1] if group else self.tables[slot]
+
+    def _give_up(self, slot: int, group: int, num: int, plan: StepPlan) -> None:
+        """The first ``num`` blocks, which no query sees any more."""
+        table = self._table(slot, group)
+        for index, block in enumerate(table[: max(num, 0)]):
+            if block:
+                self.free.append(block)
+                table[index] = 0
+                self._write(plan, slot, group, index, 0)
+
+    def _append_block(self, slot: int, block: int, plan: StepPlan | None = None, group: int = 0) -> None:
+        table = self._table(slot, group)
+        self._write(plan or self._next, slot, group, len(table), block)
+        table.append(block)
+
+    def _write(self, plan: StepPlan, slot: int, group: int, index: int, block: int) -> None:
         plan.table_slots.append(slot)
-        plan.table_groups.append(0)
-        plan.table_indices.append(len(self.tables[slot]))
+        plan.table_groups.append(group)
+        plan.table_indices.append(index)
         plan.table_blocks.append(block)
-        self.tables[slot].append(block)

@@ -19,7 +19,7 @@ from paceline.worker.table import SlotTable
 BLOCK, MAX_LEN, DIM = 4, 256, 16
 
 
-def spec_of(num_heads: int, num_kv_heads: int) -> ModelSpec:
+def spec_of(num_heads: int, num_kv_heads: int, window: int = 0) -> ModelSpec:
     return ModelSpec(
         architecture="llama",
         hidden_size=num_heads * DIM,
@@ -31,23 +31,36 @@ def spec_of(num_heads: int, num_kv_heads: int) -> ModelSpec:
         vocab_size=1,
         max_position=MAX_LEN,
         norm_eps=1e-5,
+        windows=(window,) if window else (),
     )
 
 
-def attend(q, k, v, scale):
-    """One query over its whole context: q [heads, dim], k and v [context, kv_heads, dim]."""
+def attend(q, k, v, scale, window=0, softcap=0.0, sinks=None):
+    """One query over its whole context: q [heads, dim], k and v [context, kv_heads, dim], sinks [heads]."""
     group = q.shape[0] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    weights = torch.einsum("hd,chd->hc", q, k).mul(scale).softmax(-1)
+    k, v = (x[-window:].repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("hd,chd->hc", q, k).mul(scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None]), 1)
+    weights = scores.softmax(-1)[:, : len(k)]
     return torch.einsum("hc,chd->hd", weights, v).flatten()
 
 
 class Case:
-    """Sequences with random keys and values; ``rows`` (slot, start, length, write) of one step over them."""
+    """Sequences with random keys and values; ``rows`` (slot, start, length, write) of one step over them.
 
-    def __init__(self, rows, num_heads=6, num_kv_heads=2, dtype=torch.float32):
+    ``options`` are the backend's: window, softcap, sinks (True: random ones). Blocks that a window left are somebody
+    else's, with large values.
+    """
+
+    def __init__(self, rows, num_heads=6, num_kv_heads=2, dtype=torch.float32, **options):
         torch.manual_seed(0)
-        self.rows, self.scale = rows, 1 / math.sqrt(DIM)
+        self.rows, self.options = rows, {"scale": 1 / math.sqrt(DIM), **options}
+        if options.get("sinks"):
+            self.options["sinks"] = torch.randn(num_heads, dtype=dtype)
+        window = options.get("window", 0)
         slots = max(row[0] for row in rows) + 1
         self.table = SlotTable(slots, MAX_LEN, BLOCK)
         params = SamplingParams(seed=0)
@@ -58,8 +71,11 @@ class Case:
         per_slot = MAX_LEN // BLOCK
         blocks = 1 + torch.randperm(slots * per_slot).view(slots, per_slot)
         self.table.block_table[0] = blocks.numpy()
-        spec = spec_of(num_heads, num_kv_heads)
+        spec = spec_of(num_heads, num_kv_heads, window)
         self.cache = KVCache(spec, Shards.of(spec).of_rank(), slots * per_slot, BLOCK, dtype, torch.device("cpu"))
+        if window:
+            for tensor in (self.cache.keys[0], self.cache.values[0]):
+                tensor[0] = 1e4
         self.k, self.v = (torch.randn(slots, MAX_LEN, num_kv_heads, DIM, dtype=dtype) for _ in range(2))
         self.q = torch.randn(slots, MAX_LEN, num_heads, DIM, dtype=dtype)
         for (
@@ -73,8 +89,10 @@ class Case:
                 block = blocks[slot, position // BLOCK]
                 self.cache.keys[0][block, position % BLOCK] = self.k[slot, position]
                 self.cache.values[0][block, position % BLOCK] = self.v[slot, position]
+            if window:
+                self.table.block_table[0, slot, : max(start - window + 1, 0) // BLOCK] = 0
 
-    def run(self) -> list[torch.Tensor]:
+    def run(self, backend: TorchAttention | None = None) -> list[torch.Tensor]:
         """Output of every row, [length, heads * dim], in the order of ``rows``."""
         slots, starts, lengths, writes = zip(*self.rows, strict=True)
         zeros = column([0] * len(slots))
@@ -92,16 +110,16 @@ class Case:
         batch = build_batch(plan, self.table, BLOCK)
         spans = [self.rows[row] for row in batch.order]
         q, k, v = (torch.cat([x[s, a : a + n] for s, a, n, _ in spans]) for x in (self.q, self.k, self.v))
-        backend = TorchAttention()
-        metadata = backend.prepare(batch, BLOCK)
-        out = backend.forward(q, k, v, self.cache.keys[0], self.cache.values[0], metadata, scale=self.scale)
+        backend = backend or TorchAttention()
+        metadata = backend.prepare(batch, BLOCK, 0, self.options.get("window", 0))
+        out = backend.forward(q, k, v, self.cache.keys[0], self.cache.values[0], metadata, **self.options)
         by_row = dict(zip(batch.order.tolist(), out.split(batch.lengths.tolist()), strict=True))
         return [by_row[row] for row in range(len(self.rows))]
 
     def expected(self) -> list[torch.Tensor]:
         k, v, q = self.k.float(), self.v.float(), self.q.float()
         return [
-            torch.stack([attend(q[s, p], k[s, : p + 1], v[s, : p + 1], self.scale) for p in range(a, a + n)])
+            torch.stack([attend(q[s, p], k[s, : p + 1], v[s, : p + 1], **self.options) for p in range(a, a + n)])
             for s, a, n, _ in self.rows
         ]
 
@@ -127,10 +145,53 @@ def test_every_row_sees_its_own_context_and_no_more(case, heads):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_bf16_is_close():
-    step = Case(CASES["all at once"], dtype=torch.bfloat16)
+LONG = {
+    "a prompt of more than one tile": [(0, 0, 200, 1)],
+    "a later chunk of more than one tile": [(0, 70, 150, 1), (1, 3, 140, 1)],
+}
+OPTIONS: dict[str, dict] = {
+    "only itself": {"window": 1},
+    "a window within a block": {"window": 3},
+    "a window of whole blocks": {"window": 16},
+    "a window wider than a tile": {"window": 131},
+    "a soft cap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
+    "all of them": {"window": 21, "softcap": 1.5, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", CASES | LONG)
+def test_windows_soft_caps_and_sinks_are_as_written_out(case, options):
+    step = Case((CASES | LONG)[case], **OPTIONS[options])
+    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 21}, {"window": 131}, {"window": 21, "softcap": 1.5}])
+@pytest.mark.parametrize("rows", [CASES["all at once"], *LONG.values()], ids=["all at once", *LONG])
+def test_bf16_is_close(rows, options):
+    step = Case(rows, dtype=torch.bfloat16, **options)
     for ours, theirs in zip(step.run(), step.expected(), strict=True):
         torch.testing.assert_close(ours.float(), theirs, atol=0.03, rtol=0)
+
+
+def test_only_blocks_within_the_window_are_gathered():
+    step = Case([(0, 200, 1, 1), (1, 150, 6, 1)], window=10)
+    assert _gathered(step) == [4, 4]  # positions 191 to 200, and 141 to 155
+
+
+def _gathered(step: Case) -> list[int]:
+    seen: list[int] = []
+
+    class Watched(TorchAttention):
+        def prepare(self, *args):
+            metadata = super().prepare(*args)
+            seen.extend(len(part.blocks) for part in (*metadata.decodes, *metadata.chunks))
+            return metadata
+
+    step.run(Watched())
+    return seen
 
 
 def test_keys_and_values_of_the_step_are_in_the_cache_afterwards():

@@ -73,13 +73,23 @@ def test_only_rows_that_draw_have_their_last_token_taken(table):
 
 def test_writes_go_to_the_slots_own_blocks(table):
     batch = build_batch(plan_of((2, 3, 3, -1, 0, 1)), table, BLOCK)
-    assert batch.write_to.tolist() == [21 * BLOCK + 3, 22 * BLOCK, 22 * BLOCK + 1]
+    assert batch.write_to[0].tolist() == [21 * BLOCK + 3, 22 * BLOCK, 22 * BLOCK + 1]
 
 
 def test_rows_that_write_nothing_go_to_the_null_block(table):
     batch = build_batch(plan_of((2, 19, 1, -1, 1, 0), (1, 6, 2, -1, 0, 1)), table, BLOCK)
-    assert batch.write_to[0] // BLOCK == NULL_BLOCK
-    assert (batch.write_to[1:] // BLOCK == 12).all()
+    assert batch.write_to[0, 0] // BLOCK == NULL_BLOCK
+    assert (batch.write_to[0, 1:] // BLOCK == 12).all()
+
+
+def test_every_group_has_its_own_blocks_as_far_as_the_longest_row_reaches():
+    table = SlotTable(num_slots=2, max_model_len=40, block_size=BLOCK, num_groups=2)
+    table.slots["epoch"] = [1, 2]
+    table.block_table[:] = torch.arange(1, 41).view(2, 2, 10).numpy()
+    batch = build_batch(plan_of((1, 6, 3, -1, 0, 1), (0, 2, 1, -1, 1, 1)), table, BLOCK)
+    assert batch.blocks.tolist() == [[[1, 2, 3], [11, 12, 13]], [[21, 22, 23], [31, 32, 33]]]
+    assert (batch.write_to // BLOCK).tolist() == [[1, 12, 12, 13], [21, 32, 32, 33]]
+    assert (batch.write_to % BLOCK).tolist() == [[2, 2, 3, 0]] * 2
 
 
 def test_a_token_in_the_plan_is_put_into_the_table_and_one_in_the_table_is_read(table):

@@ -33,6 +33,26 @@ def test_a_card_holds_what_router_and_engine_need(folder):
     assert json.loads(card.tokenizer_json)["model"]["type"] == "BPE"
 
 
+def test_a_hybrid_has_a_group_for_each_table_and_blocks_as_large_as_the_largest_needs(tmp_path):
+    folder = tiny_llama_folder(tmp_path / "hybrid", num_hidden_layers=5)
+    edit_json(
+        folder / "config.json",
+        architectures=["Qwen2ForCausalLM"],
+        layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+        use_sliding_window=True,
+        sliding_window=32,
+    )
+    card = card_of(folder)
+    assert [(group.window, group.num_layers) for group in card.kv_groups] == [(0, 1)] * 2 + [(32, 1)] * 3
+    assert card.windows == (0, 0, 32, 32, 32)
+    one = 2 * 2 * 16 * 4  # keys and values of one layer
+    assert card.kv_bytes_per_token == 5 * one
+    edit_json(folder / "config.json", layer_types=["sliding_attention"] * 5)
+    card = card_of(folder)
+    assert [(group.window, group.num_layers) for group in card.kv_groups] == [(32, 5)]
+    assert card.kv_bytes_per_token == 5 * one
+
+
 def test_padded_rows_of_the_embedding_are_not_ids(tmp_path):
     assert card_of(tiny_llama_folder(tmp_path / "padded", vocab_size=448)).vocab_size == 384
     assert card_of(tiny_llama_folder(tmp_path / "short", vocab_size=300)).vocab_size == 300

@@ -11,10 +11,12 @@ import torch
 
 from paceline.proto.errors import StartupError
 from paceline.worker.checkpoint import open_checkpoint
-from paceline.worker.gguf import GGUFCheckpoint, canonical_name, halves_order
+from paceline.worker.gguf import GGUFCheckpoint, folder_name
+from paceline.worker.gguf_families import FAMILIES
 from paceline.worker.gguf_file import GGUFFile
 from paceline.worker.models.spec import RopeScaling
 from paceline.worker.sources import resolve
+from paceline.worker.tensor_view import halves_order
 from tests.models import gguf_weights, interleave, tiny_llama_folder, write_gguf
 
 Q = gguf.GGMLQuantizationType
@@ -148,13 +150,14 @@ def test_queries_turned_in_ggmls_order_and_in_ours_are_the_same_queries():
 
 
 def test_names_are_translated_and_unknown_ones_left_for_the_loader_to_refuse(folder, tmp_path):
-    assert canonical_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
-    assert canonical_name("output.weight") == "lm_head.weight"
-    assert canonical_name("blk.0.ffn_gate_inp.weight") == "blk.0.ffn_gate_inp.weight"
+    assert folder_name("blk.11.ffn_down.weight", FAMILIES["llama"]) == "model.layers.11.mlp.down_proj.weight"
+    assert folder_name("output.weight", FAMILIES["llama"]) == "lm_head.weight"
+    assert folder_name("blk.0.ffn_gate_inp.weight", FAMILIES["llama"]) == "blk.0.ffn_gate_inp.weight"
     one = np.ones(3, np.float32)
-    extra = {"blk.0.attn_q_norm.weight": ("F32", one), "blk.0.attn_rot_embd": ("F32", one)}
+    unknown = ("blk.0.attn_sinks.weight", "blk.0.ffn_gate_inp", "extra")
+    extra = dict.fromkeys((*unknown, "blk.0.attn_rot_embd"), ("F32", one))
     names = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", raw=extra)).names()
-    assert "blk.0.attn_q_norm.weight" in names
+    assert set(unknown) <= set(names)
     assert "blk.0.attn_rot_embd" not in names
 
 
@@ -179,9 +182,12 @@ def test_a_file_without_an_output_matrix_is_tied(folder, tmp_path):
         ({"llama.rope.scaling.type": "none"}, None),
         (
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-            RopeScaling(kind="linear", factor=4.0),
+            RopeScaling(kind="linear", factor=4.0, original_max_position=256),
         ),
-        ({"llama.rope.scale_linear": 2.0}, RopeScaling(kind="linear", factor=2.0)),
+        (
+            {"llama.rope.scale_linear": 2.0},
+            RopeScaling(kind="linear", factor=2.0, original_max_position=256),
+        ),
         (
             {
                 "llama.rope.scaling.type": "yarn",
@@ -242,13 +248,13 @@ def test_metadata_of_no_plain_llama_is_refused(folder, tmp_path, extra, says):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
-    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), arch="gemma3")
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), arch="mamba")
     writer.add_tensor("token_embd.weight", np.ones((2, 2), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "architecture 'gemma3' (general.architecture), which is not supported; supported: llama" in refusal(
+    assert "architecture 'mamba' (general.architecture), which is not supported; supported: llama" in refusal(
         tmp_path / "m.gguf"
     )
 

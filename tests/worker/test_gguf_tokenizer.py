@@ -72,6 +72,11 @@ def test_every_known_pre_tokenizer_keeps_every_text(folder, pre, text):
         ("llama-bpe", "IT'S 12345\n\n go", ["IT", "'S", " ", "123", "45", "\n\n", " go"]),
         ("qwen2", "it's 123", ["it", "'s", " ", "1", "2", "3"]),
         ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
+        ("dbrx", "IT'S 12345\n\n go", ["IT", "'S", " ", "123", "45", "\n\n", " go"]),
+        ("gpt-4o", "HelloWorld IT'S 12345", ["Hello", "World", " IT'S", " ", "123", "45"]),
+        ("qwen35", "it's 12", ["it", "'s", " ", "1", "2"]),
+        ("exaone", "it's 12  go", ["it", "'s", " ", "1", "2", " ", " go"]),
+        ("exaone4", "it's 12  go", ["it", "'s", " 12", " ", " go"]),
         ("deepseek-v3", "a 12345 b", ["a", " ", "123", "45", " b"]),
         ("deepseek-coder", "a, 12\n", ["a", ",", " ", "1", "2", "\n"]),
         ("falcon", "a, 12345", ["a", ",", " ", "123", "45"]),
@@ -209,6 +214,22 @@ def test_without_a_space_prefix_text_stays_as_it_is():
     tokenizer = Tokenizer.from_str(read_vocabulary(spm(add_space_prefix=False), PATH).tokenizer_json)
     assert tokenizer.encode("hello", add_special_tokens=False).tokens == ["he", "llo"]
     assert tokenizer.decode(tokenizer.encode(" hello").ids) == " hello"
+
+
+def test_phi3s_markers_take_the_white_space_behind_them_along():
+    meta = spm(add_space_prefix=False)
+    for number, token in enumerate(("<|user|>", "<|endoftext|>")):
+        meta["tokenizer.ggml.tokens"] = [*meta["tokenizer.ggml.tokens"], token]
+        meta["tokenizer.ggml.scores"] = [*meta["tokenizer.ggml.scores"], -1000.0 - number]
+        meta["tokenizer.ggml.token_type"] = [*meta["tokenizer.ggml.token_type"], 3]
+
+    def tokens_of(meta: dict, text: str) -> list[str]:
+        tokenizer = Tokenizer.from_str(read_vocabulary(meta, PATH).tokenizer_json)
+        return [meta["tokenizer.ggml.tokens"][i] for i in tokenizer.encode(text, add_special_tokens=False).ids]
+
+    for text, expected in (("<|user|>\nhe", ["<|user|>", "he"]), ("<|endoftext|> he", ["<|endoftext|>", "▁he"])):
+        assert tokens_of(meta | {"general.architecture": "phi3"}, text) == expected
+    assert tokens_of(meta, "<|user|>\nhe") == ["<|user|>", "<0x0A>", "he"]
 
 
 def test_sentencepiece_without_scores_is_refused():

@@ -7,6 +7,7 @@ import torch
 
 from paceline.proto.codec import decode_plan, encode_step
 from paceline.proto.errors import StartupError
+from paceline.proto.paging import Paging
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_NONE, StepPlan
 from paceline.worker.config import RankConfig
@@ -14,6 +15,7 @@ from paceline.worker.memory import GIB, FreeMemory, check_weights, fit_length, p
 from paceline.worker.rank import Rank, resolve_device, resolve_dtype
 from tests.models import tiny_llama_folder
 from tests.worker.drive import GREEDY, Driver, Row, rank_of
+from tests.worker.families import FAMILIES, WINDOW
 
 SEEDED = SamplingParams(seed=11, temperature=0.8, top_p=0.95)
 PROMPTS = [[(7 * i + 13 * j) % 384 for j in range(n)] for i, n in enumerate((5, 15, 16, 17, 40, 33))]
@@ -269,6 +271,17 @@ def test_the_models_own_length_is_lowered_to_the_pool_and_an_explicit_one_kept(c
         assert "longer requests are refused" in caplog.text
     assert fit_length(128, None, 128) == 128
     assert fit_length(128, 64, 128) == 64
+
+
+def test_where_all_layers_have_a_window_a_sequence_may_be_longer_than_the_pool(tmp_path):
+    FAMILIES["mistral"].make(tmp_path / "model")
+    fields = {"max_num_batched_tokens": 32, "num_threads": 1}
+    needed = Paging(16, (WINDOW,), 32).num_blocks(256)
+    rank = rank_of(tmp_path / "model", num_kv_blocks=needed, **fields)
+    assert needed < 256 // 16
+    assert (rank.memory.max_model_len, rank.memory.full_length_requests) == (256, 1)
+    rank = rank_of(tmp_path / "model", num_kv_blocks=needed - 1, **fields)
+    assert rank.memory.max_model_len == (needed - 1) * 16
 
 
 def test_a_pool_that_cannot_be_is_refused_with_numbers():

@@ -22,15 +22,17 @@ BACKENDS = {
 class AttentionBackend(Protocol):
     """Grouped-query attention over the paged cache. Stateless between steps.
 
-    ``prepare`` runs once a step and does all that does not depend on the layer; ``forward`` runs once a layer. Both run
-    on the rank's only torch thread.
+    ``prepare`` runs once a step for each group of layers that share a block table and a window (kv_groups.py), and does
+    all that does not depend on the layer; ``forward`` runs once a layer. Both run on the rank's only torch thread.
     """
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """None where it can run, else the reason as half a sentence."""
 
-    def prepare(self, batch: Batch, block_size: int) -> Any: ...
+    def prepare(self, batch: Batch, block_size: int, group: int = 0, window: int = 0) -> Any:
+        """Of ``batch.blocks[group]`` and ``batch.write_to[group]``. ``window``: tokens that a query of this group sees,
+        itself included; 0: all. Entries of the table before a row's window mean nothing and must not be read."""
 
     def forward(
         self,
@@ -42,22 +44,49 @@ class AttentionBackend(Protocol):
         metadata: Any,
         *,
         scale: float,
+        window: int = 0,  # the group's, as in prepare
+        softcap: float = 0.0,  # scores become softcap * tanh(scores / softcap); 0: they stay
+        sinks: torch.Tensor | None = None,  # [num_heads], a score per head that takes part in the softmax only
     ) -> torch.Tensor:  # [tokens, num_heads * head_dim]
-        """Writes k and v into the cache, all of them before any read, and attends. Window and soft cap will be
-        further keywords."""
+        """Writes k and v into the cache, all of them before any read, and attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """Attention of one step as layers see it: they name themselves and hand over q, k, v."""
+    """Attention of one step as layers see it: they name themselves and hand over q, k, v.
+
+    ``layer`` counts from this stage's first; where its keys and values lie, and whose table it reads, the cache knows.
+    """
 
     backend: AttentionBackend
     cache: KVCache
-    metadata: Any
+    metadata: dict[int, Any]  # by group
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return self.backend.forward(q, k, v, keys, values, self.metadata, scale=scale)
+    @classmethod
+    def of(cls, backend: AttentionBackend, cache: KVCache, batch: Batch) -> "StepAttention":
+        """Prepares the step for every group that has layers on this stage."""
+        prepare, block_size = backend.prepare, cache.block_size
+        return cls(backend, cache, {g: prepare(batch, block_size, g, window) for g, window in cache.windows.items()})
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Shapes and arguments are those of ``AttentionBackend.forward``."""
+        group, pair = self.cache.locations[layer]
+        assert window == self.cache.windows[group], f"layer {layer} has another window than the model's spec says"
+        keys, values = self.cache.keys[pair], self.cache.values[pair]
+        return self.backend.forward(
+            q, k, v, keys, values, self.metadata[group], scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
 
 def select(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

@@ -1,71 +1,44 @@
-"""The parts that decoders share, and how they stand together. A model's file says only what differs.
+"""How the parts of a decoder stand together. A model's file says only what differs.
 
-Submodules carry the names of Hugging Face checkpoints, so that the loader finds them; where several tensors of a file
-become one here, ``packed`` says which. Arguments are explicit: a layer gets this step's rotation and attention handed
-in and keeps nothing. A rank of a gang has its `Shard`: part of every layer of its stage, and only the first stage
-embeds, only the last has norm and head. Which ids come next is the sampler's affair.
+What a family may say, most of it as an attribute of its class:
+
+    CausalLM        spec_of         its reading of config.json, by `decoder_spec` (config.py)
+                    layer_class     one of the four below, or its own ten lines
+                    names           parts of tensor names: as its files have them -> as they are here
+                    ignorable       tensors of its files that are no weights (a pattern)
+                    tensors_of      where a file's tensor holds several of ours, or holds one otherwise
+                    embed, logits   what comes before the first layer, and after the last
+    DecoderLayer, PostNormLayer, SandwichLayer, ParallelLayer
+                    attention_class SelfAttention, HeadNormedAttention, ProjectionNormedAttention (attention.py)
+                    mlp_class       GatedMLP, PlainMLP (mlp.py)
+                    norm_class      RMSNorm, OffsetRMSNorm, LayerNorm, BiaslessLayerNorm (layers/norm.py); the last norm
+                                    is of this class too
+    ModelSpec       numbers: windows, scales, soft caps, rotation (spec.py)
+
+Submodules carry the names of Hugging Face's Llama, and so do checkpoints' tensors once ``tensors_of`` has seen them;
+where several become one here, ``packed`` says which. Arguments are explicit: a layer gets this step's rotation and
+attention handed in and keeps nothing. A rank of a gang has its `Shard`: part of every layer of its stage, and only the
+first stage embeds, only the last has norm and head. Which ids come next is the sampler's affair.
 """
 
-from collections.abc import Callable
+import re
 from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from paceline.proto.errors import StartupError
 from paceline.worker.attention.base import StepAttention
+from paceline.worker.layers.activation import soft_cap
 from paceline.worker.layers.embedding import Embedding, Head
-from paceline.worker.layers.linear import FusedLinear, SummedLinear
-from paceline.worker.layers.norm import RMSNorm
-from paceline.worker.layers.rotary import Rotary, rotate
+from paceline.worker.layers.norm import LayerNorm, RMSNorm
+from paceline.worker.layers.rotary import Rotary, Turns
+from paceline.worker.models.attention import SelfAttention
+from paceline.worker.models.config import Config
+from paceline.worker.models.mlp import GatedMLP, PlainMLP
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.parallel import Groups
 from paceline.worker.shards import Shard, Shards
-
-Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [tokens, 1, head_dim]
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
-
-
-class SelfAttention(nn.Module):
-    """``layer`` counts from this stage's first: it is where the cache has the keys and values."""
-
-    def __init__(self, spec: ModelSpec, shard: Shard, layer: int, groups: Groups, **factory):
-        super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = shard.heads.size, shard.kv_heads.size, spec.head_dim
-        self.scale = spec.head_dim**-0.5
-        q, kv = shard.heads.times(spec.head_dim), shard.kv_heads.times(spec.head_dim)
-        self.qkv_proj = FusedLinear(spec.hidden_size, (q, kv, kv), bias=spec.attention_bias, **factory)
-        self.o_proj = SummedLinear(q, spec.hidden_size, groups, bias=spec.attention_out_bias, **factory)
-
-    def forward(self, x: torch.Tensor, add: torch.Tensor, turn: Turn, attn: StepAttention) -> torch.Tensor:
-        """x, add: [tokens, hidden]. Returns attention's output plus ``add``."""
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [tokens, q, k and v heads, dim]
-        turned = self.num_heads + self.num_kv_heads
-        qk = rotate(qkv[:, :turned], *turn)
-        q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, turned:]
-        return self.o_proj(attn(self.layer, q, k, v, scale=self.scale), add=add)
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, **factory):
-        super().__init__()
-        if spec.activation not in ACTIVATIONS:
-            raise StartupError(f"The activation {spec.activation!r} is not known; known are: {', '.join(ACTIVATIONS)}.")
-        self.activation = ACTIVATIONS[spec.activation]
-        self.gate_up_proj = FusedLinear(spec.hidden_size, (shard.mlp, shard.mlp), bias=spec.mlp_bias, **factory)
-        self.down_proj = SummedLinear(shard.mlp, spec.hidden_size, groups, bias=spec.mlp_bias, **factory)
-
-    def forward(self, x: torch.Tensor, add: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.activation(gate) * up, add=add)
+from paceline.worker.tensor_view import TensorView
 
 
 class DecoderLayer(nn.Module):
@@ -75,22 +48,75 @@ class DecoderLayer(nn.Module):
     0.01 apart, with fp32 0.06, where they are 0.08 apart.
     """
 
+    attention_class: ClassVar[type[SelfAttention]] = SelfAttention
+    mlp_class: ClassVar[type[GatedMLP] | type[PlainMLP]] = GatedMLP
+    norm_class: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
+
     def __init__(self, spec: ModelSpec, shard: Shard, layer: int, groups: Groups, **factory):
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
-        self.self_attn = SelfAttention(spec, shard, layer, groups, **factory)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
-        self.mlp = GatedMLP(spec, shard, groups, **factory)
+        self.self_attn = self.attention_class(spec, shard, layer, groups, **factory)
+        self.mlp = self.mlp_class(spec, shard, groups, **factory)
+        for name in self.norms:
+            self.add_module(name, self.norm_class(spec.hidden_size, spec.norm_eps, **factory))
 
-    def forward(self, x: torch.Tensor, turn: Turn, attn: StepAttention) -> torch.Tensor:
-        x = self.self_attn(self.input_layernorm(x), x, turn, attn)
+    def forward(self, x: torch.Tensor, turns: Turns, attn: StepAttention) -> torch.Tensor:
+        """x: fp32 [tokens, hidden], the stream. Returns it after this layer."""
+        x = self.self_attn(self.input_layernorm(x), x, turns, attn)
         return self.mlp(self.post_attention_layernorm(x), x)
+
+
+class PostNormLayer(DecoderLayer):
+    """Each half reads the stream itself, and what it gives is normalised before it is added."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __init__(self, spec: ModelSpec, shard: Shard, layer: int, groups: Groups, **factory):
+        super().__init__(spec, shard, layer, groups, **factory)
+        self.dtype = factory["dtype"]
+
+    def forward(self, x: torch.Tensor, turns: Turns, attn: StepAttention) -> torch.Tensor:
+        out = self.self_attn(x.to(self.dtype), None, turns, attn)
+        x = x + self.post_attention_layernorm(out.float(), torch.float32)
+        out = self.mlp(x.to(self.dtype), None)
+        return x + self.post_feedforward_layernorm(out.float(), torch.float32)
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms on both sides of each half."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+    def forward(self, x: torch.Tensor, turns: Turns, attn: StepAttention) -> torch.Tensor:
+        out = self.self_attn(self.input_layernorm(x), None, turns, attn)
+        x = x + self.post_attention_layernorm(out.float(), torch.float32)
+        out = self.mlp(self.pre_feedforward_layernorm(x), None)
+        return x + self.post_feedforward_layernorm(out.float(), torch.float32)
+
+
+class ParallelLayer(DecoderLayer):
+    """Both halves read the same normalised copy."""
+
+    norms = ("input_layernorm",)
+
+    def forward(self, x: torch.Tensor, turns: Turns, attn: StepAttention) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        return self.mlp(normed, self.self_attn(normed, x, turns, attn))
 
 
 class Decoder(nn.Module):
     """This stage's layers, by their numbers in the whole model."""
 
-    def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, layer_class: type[nn.Module], **factory):
+    def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, layer_class: type[DecoderLayer], **factory):
         super().__init__()
         if groups.place.is_first_stage:
             self.embed_tokens = Embedding(shard.vocab, spec.hidden_size, groups, **factory)
@@ -101,13 +127,13 @@ class Decoder(nn.Module):
             }
         )
         if groups.place.is_last_stage:
-            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, **factory)
+            self.norm = layer_class.norm_class(spec.hidden_size, spec.norm_eps, **factory)
         self.rotary = Rotary(spec, factory["dtype"])
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
-        turn = self.rotary(positions)
+        turns = self.rotary(positions)
         for layer in self.layers.values():
-            x = layer(x, turn, attn)
+            x = layer(x, turns, attn)
         return x
 
 
@@ -117,12 +143,14 @@ class CausalLM(nn.Module):
     Without ``groups`` it is the whole model. Raises StartupError for sizes of groups that the model cannot be cut to.
     """
 
-    layer_class: ClassVar[type[nn.Module]] = DecoderLayer
-    # name here -> names in the file, in the order of the fused rows
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    # name here -> names of its parts, in the order of the fused rows
     packed: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
+    names: ClassVar[dict[str, str]] = {}  # dotted parts, replaced in this order: "transformer.h" -> "model.layers"
+    ignorable: ClassVar[str] = r".*\.rotary_emb\.inv_freq"  # computed anew
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, groups: Groups | None = None):
         super().__init__()
@@ -130,6 +158,8 @@ class CausalLM(nn.Module):
         groups = groups or Groups()
         place = groups.place
         self.spec, self.place = spec, place
+        # Rounded as the weights are: so it was when the model was trained (Gemma's 55.43 was 55.5).
+        self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self.shard = shard = Shards.of(spec, place.tp, place.pp).of_rank(place.tp_rank, place.pp_rank)
         self.model = Decoder(spec, shard, groups, self.layer_class, **factory)
         if place.is_last_stage:
@@ -137,9 +167,32 @@ class CausalLM(nn.Module):
             tied_to = self.model.embed_tokens if spec.tie_embeddings and place.is_first_stage else None
             self.lm_head = Head(shard.vocab, spec.hidden_size, groups, shard.vocab_sizes, tied_to, **factory)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: [tokens]. The residual stream at its beginning, fp32 [tokens, hidden]; of the first stage only."""
-        return self.model.embed_tokens(ids).float()
+    @classmethod
+    def spec_of(cls, config: Config) -> ModelSpec:
+        """Raises StartupError, naming the field, for what this family does not have."""
+        raise NotImplementedError
+
+    @classmethod
+    def tensors_of(cls, spec: ModelSpec, name: str) -> dict[str, TensorView]:
+        """Those of ours that a Hugging Face file's tensor holds, by their names here. None of what is no weight; a name
+        that is not known stays as it is, for the loader to refuse."""
+        return {} if re.fullmatch(cls.ignorable, name) else {cls.renamed(name): TensorView()}
+
+    @classmethod
+    def renamed(cls, name: str) -> str:
+        name = f".{name}."
+        for theirs, ours in cls.names.items():
+            name = name.replace(f".{theirs}.", f".{ours}.")
+        return name[1:-1]
+
+    def serve_up_to(self, length: int) -> None:
+        """No sequence will be longer than so many tokens."""
+        self.model.rotary.serve_up_to(length)
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """ids, positions: [tokens]. The stream at its beginning, fp32 [tokens, hidden]; of the first stage only."""
+        x = self.model.embed_tokens(ids).float()
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
         """x: fp32 [tokens, hidden], the stream before this stage's layers; positions: [tokens]. Returns it after them,
@@ -149,4 +202,9 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """hidden: [rows, hidden] fp32, only rows that need it; of the last stage only. Returns fp32 [rows, vocab_size],
         padding included, on its first tensor rank, and None on the others."""
-        return self.lm_head(self.model.norm(hidden, torch.float32))
+        logits = self.lm_head(self.model.norm(hidden, torch.float32))
+        if logits is None:
+            return None
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        return soft_cap(logits, self.spec.logit_softcap) if self.spec.logit_softcap else logits

@@ -6,9 +6,10 @@ import msgspec
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """How rotary frequencies are stretched beyond the trained length.
 
-    ``kind`` is linear, dynamic, llama3, yarn or factors. ``factors`` (with that kind only) are head_dim / 2 divisors,
-    one per rotary frequency, slowest frequency last: GGUF files carry Llama 3.1's scaling in this form, worked out
-    already, and inv_freq / factors equals llama3's result.
+    ``kind`` is linear, dynamic, llama3, yarn, factors or longrope. ``factors`` (with that kind only) are divisors, one
+    per rotary frequency, slowest frequency last: GGUF files carry Llama 3.1's scaling in this form, worked out already,
+    and inv_freq / factors equals llama3's result. longrope has two such rows: ``short_factors`` where no sequence is
+    longer than ``original_max_position``, else ``long_factors``.
     """
 
     kind: str
@@ -18,10 +19,12 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn, longrope; on cos and sin
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     factors: tuple[float, ...] | None = None  # factors
+    short_factors: tuple[float, ...] | None = None  # longrope
+    long_factors: tuple[float, ...] | None = None  # longrope
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +57,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what each half of a layer adds
+    parallel_residual: bool = False  # GPT-NeoX: both halves of a layer read the stream as it came in
     logit_scale: float = 1.0
+
+    config: str = ""  # of the fallback alone: config.json, from which transformers builds its modules
 
     def window_of(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -24,8 +24,9 @@ def scripted(prompt: tuple[int, ...], choice: int, position: int) -> int:
 class FakeExecutor(Executor):
     """Keeps a rank's state as plans dictate it and draws scripted ids; refuses plans that break the rank's contract.
 
-    Blocks hold which ids were written where, so that a row reads back exactly its own sequence or the test fails.
-    ``staged``: a first stage, which never hears what the last one draws but by a later plan.
+    Blocks hold which ids were written where, and for which group, so that in every group a row reads back exactly its
+    own sequence, as far as the windows of its queries reach, or the test fails.
+    ``staged``: a first stage, which never hears what the last one draws but by a later plan. ``windows``: by KV group.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class FakeExecutor(Executor):
         script: Callable[[tuple[int, ...], int, int], int] = scripted,
         faults: dict | None = None,
         staged: bool = False,
+        windows: tuple[int, ...] = (0,),
     ):
         self.staged = staged
+        self.windows = windows
         self.script = script
         self.faults = faults or {}  # step id -> rows that fail
         self.slots: dict[int, dict] = {}
-        self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> id written there
+        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> group, id written there
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.num_copies = 0
@@ -83,11 +86,13 @@ class FakeExecutor(Executor):
                 "choice": init.choice,
                 "table": {},
             }
-        for slot, index, block in zip(plan.table_slots, plan.table_indices, plan.table_blocks, strict=True):
+        writes = zip(plan.table_slots, plan.table_groups, plan.table_indices, plan.table_blocks, strict=True)
+        for slot, group, index, block in writes:
             assert block > 0
-            self.slots[slot]["table"][index] = block
-        for src, dst in zip(plan.copy_srcs, plan.copy_dsts, strict=True):
+            self.slots[slot]["table"][group, index] = block
+        for group, src, dst in zip(plan.copy_groups, plan.copy_srcs, plan.copy_dsts, strict=True):
             self.num_copies += 1
+            assert self.cache[src, 0][0] == group, "a block of another group is copied"
             for offset in range(BLOCK):
                 if (src, offset) in self.cache:
                     self.cache[dst, offset] = self.cache[src, offset]
@@ -102,14 +107,18 @@ class FakeExecutor(Executor):
         if plan.chunk_writes[row]:
             for position in range(start, start + length):
                 assert position < len(state["ids"]), f"row {row} computes an id that this rank was never told"
-                block = state["table"][position // BLOCK]
-                self.cache[block, position % BLOCK] = state["ids"][position]
+                for group in range(len(self.windows)):
+                    block = state["table"][group, position // BLOCK]
+                    self.cache[block, position % BLOCK] = group, state["ids"][position]
 
     def _read(self, plan: StepPlan, row: int) -> None:
         state = self.slots[plan.chunk_slots[row]]
-        for position in range(plan.chunk_starts[row] + plan.chunk_lens[row]):
-            held = self.cache.get((state["table"][position // BLOCK], position % BLOCK))
-            assert held == state["ids"][position], f"row {row} reads {held} at {position} of {state['ids']}"
+        start, end = plan.chunk_starts[row], plan.chunk_starts[row] + plan.chunk_lens[row]
+        for group, window in enumerate(self.windows):
+            for position in range(max(0, start - window + 1) if window else 0, end):
+                held = self.cache.get((state["table"][group, position // BLOCK], position % BLOCK))
+                expected = group, state["ids"][position]
+                assert held == expected, f"row {row} reads {held} at {position} of {state['ids']}, group {group}"
 
     @staticmethod
     def _set(state: dict, position: int, token: int) -> None:
@@ -172,7 +181,9 @@ class Drive:
 
     def __init__(self, scheduler: Scheduler, executor: FakeExecutor | None = None):
         self.scheduler = scheduler
-        self.executor = executor or FakeExecutor(staged=scheduler.config.num_stages > 1)
+        self.executor = executor or FakeExecutor(
+            staged=scheduler.config.num_stages > 1, windows=scheduler.config.windows
+        )
         self.emitted: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], TokenDelta] = {}
         self.steps = 0

@@ -69,7 +69,7 @@ def test_the_first_token_deadline_ends_a_prefill_and_spares_whoever_has_a_token(
     d.add(make_request("slow", 200, 5, first_token_deadline=NOW))
     d.step()
     assert expire(d, NOW + 1) == [("slow", 0, "first_token_timeout")]
-    assert d.scheduler.pool.num_referenced == len(d.scheduler.running[0].block_ids)
+    assert d.scheduler.pool.num_referenced == len(d.scheduler.running[0].block_ids[0])
     d.run()
     assert d.endings["quick", 0].finish_reason == "length"
 

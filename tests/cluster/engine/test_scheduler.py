@@ -144,6 +144,17 @@ def test_forks_that_wait_for_a_seat_hold_shared_blocks_until_somebody_needs_them
     assert [d.emitted["a", c] for c in range(4)] == [expected_ids(parent, c) for c in range(4)]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seats", [1, 2])
+def test_a_prompt_that_fills_the_pool_alone_writes_on_once_its_waiting_fork_has_let_go(seats, depth):
+    """Nothing becomes free by that, as the two share every block, but then none needs to be copied either."""
+    d = drive(3, max_num_seqs=seats, max_model_len=48, depth=depth)
+    request = make_request("a", 40, 8, n=2)
+    d.add(request)
+    d.run()
+    assert [d.emitted["a", choice] for choice in range(2)] == [expected_ids(request, choice) for choice in range(2)]
+
+
 def test_choices_that_resume_are_ordinary_sequences_with_offsets_that_go_on():
     request = make_request("a", 20, 10, n=2)
     told = (tuple(expected_ids(request, 0)[:4]), tuple(expected_ids(request, 1)[:7]))

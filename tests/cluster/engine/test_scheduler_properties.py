@@ -35,9 +35,11 @@ events = st.one_of(
     st.tuples(st.just("expire"), st.integers(0, 7)),
     st.tuples(st.just("finish"), st.tuples(st.integers(0, 30), st.integers(0, 3))),
 )
+WINDOWS = ((0,), (1,), (16,), (23,), (40,), (0, 1), (0, 24), (0, 40), (17, 40), (0, 17, 40), (0, 24, 24), (0, 0, 20))
 configs = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(9, 40),
+        "windows": st.sampled_from(WINDOWS),
         "depth": st.integers(1, 3),
         "num_stages": st.integers(1, 3),
         "max_num_seqs": st.integers(1, 6),
@@ -81,6 +83,8 @@ def natural_ids(request, choice: int) -> list[int]:
 
 def play(config: dict, script: list) -> Drive:
     """Runs a script of events to the end; every promise is checked on the way and at the end."""
+    # As many blocks for each group: the longest sequence then fits whatever the windows are.
+    config = config | {"num_blocks": config["num_blocks"] * len(config.get("windows", (0,)))}
     d = Drive(make_scheduler(max_model_len=144, **config))
     added, cut, now = {}, set(), 0
     for kind, detail in script:
@@ -166,14 +170,27 @@ def test_tokens_computed_are_accounted_for(config, asked):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3))
-def test_with_room_for_all_computed_is_prompt_plus_generated_less_cached(asked, depth, num_stages):
-    config = {"num_blocks": 600, "depth": depth, "num_stages": num_stages}
+@given(st.lists(requests, min_size=1, max_size=8), st.integers(1, 3), st.integers(1, 3), st.sampled_from(WINDOWS))
+def test_with_room_for_all_computed_is_prompt_plus_generated_less_cached(asked, depth, num_stages, windows):
+    config = {"num_blocks": 600, "depth": depth, "num_stages": num_stages, "windows": windows}
     d = play(config, [("add", a | {"n": 1}) for a in asked])
     counters = d.scheduler.counters
     needed = sum(e.usage.num_prompt + e.usage.num_generated - 1 - e.usage.num_cached for e in d.endings.values())
     assert counters.preemptions == 0
     assert counters.computed == needed + counters.discarded
+
+
+@settings(max_examples=EXAMPLES // 3, deadline=None)
+@given(configs, st.lists(requests, min_size=1, max_size=5), st.integers(0, 1))
+def test_the_smallest_pool_that_accepts_the_longest_request_gets_every_one_done(config, asked, spare):
+    config = {name: value for name, value in config.items() if name != "num_blocks"}
+    built = [build(i, a | {"deadlines": (None,) * 3}) for i, a in enumerate(asked)]
+    longest = max(len(request.prompt_ids) + request.params.max_tokens for request in built)
+    paging = make_scheduler(max_model_len=144, **config).config.paging
+    d = Drive(make_scheduler(paging.num_blocks(longest) + spare, max_model_len=144, **config))
+    d.add(*built)
+    d.run(20_000)
+    finish(d, {request.request_id: request for request in built}, set())
 
 
 def test_a_fork_that_is_learnt_late_does_not_overwrite_what_the_cache_calls_its_parents():
