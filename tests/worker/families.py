@@ -164,6 +164,7 @@ OLMO3_ROPE = {
         "original_max_position_embeddings": 64,
     },
 }
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 
 FAMILIES = {
     "llama": dense("Llama"),
@@ -215,4 +216,5 @@ FAMILIES = {
     "neox, one half after the other": Tiny(
         "GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": False}, finish=as_pythia
     ),
+    "granite": dense("Granite", **GRANITE, attention_bias=True, mlp_bias=True),
 }

@@ -38,6 +38,7 @@ MODELS = {
     "cohere2": Family("cohere", "Cohere2", ("Cohere2ForCausalLM",), windows=True),
     "gpt2": Family("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "neox": Family("neox", "NeoX", ("GPTNeoXForCausalLM",)),
+    "granite": Family("granite", "Granite", ("GraniteForCausalLM",)),
 }
 
 
