@@ -29,7 +29,7 @@ def short_files() -> str:
     assert files[f"{MODELS_FOLDER}/__init__.py"] == "1"
     told = f"{len(lengths)} files for {len(MODELS)} families, {min(lengths.values())} to {max(lengths.values())} lines"
     median = statistics.median(lengths.values())
-    return f"{told}, median {median:.0f}; commit {added} adds {LAST}: its file, one registry line, its test, its row of the page"
+    return f"{told}, median {median:.0f}; commit {added} adds {LAST}: file, registry line, test, row of the page"
 
 
 def _git(*arguments: str) -> str:
