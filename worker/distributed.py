@@ -146,6 +146,10 @@ class HostGroups(TorchGroups):
     def share(self, x: torch.Tensor | None, num: int) -> torch.Tensor:
         return self._memory.share(x, num)
 
+    def close(self) -> None:
+        del self._memory  # now, and not when a model that still knows these groups is collected
+        super().close()
+
 
 def _store(place: Place, host: str, port: int, limit: timedelta, listen_fd: int | None) -> dist.Store:
     return dist.TCPStore(
