@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from paceline.cluster.messages import Facts, Hello
+from paceline.proto.units import GIB, MIB
 
-GIB, MIB = 1 << 30, 1 << 20
 LOOPBACK = "127."
 
 

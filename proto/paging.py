@@ -12,6 +12,11 @@ from bisect import bisect_right
 import msgspec
 
 
+def plan_budget(max_num_batched_tokens: int, num_stages: int) -> int:
+    """Tokens of one plan: stages that work at the same time share the budget of a step."""
+    return -(-max_num_batched_tokens // num_stages)
+
+
 class Paging(msgspec.Struct, frozen=True):
     """``windows``: by group, tokens that a query sees, itself included; 0 sees all. ``budget``: tokens that one plan
     computes of a sequence at most: the blocks of the first one's window and of the last one are held together."""

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-GIB = 1 << 30
+from paceline.proto.units import size_text
+
 HEADINGS = ("family", "Hugging Face architecture", "GGUF", "windows", "-tp", "-pp")
 # The last line of the table: it stands for all that has no family.
 FALLBACK = ("fallback", "any other decoder, by transformers", "-", "yes", "by its plan", "-")
@@ -53,7 +54,7 @@ def fit_text(fit: Any) -> str:
     where = f"{_gpu(fit.gpu)}{f' x {ranks} ({_flags(fit.tp, fit.pp)})' if ranks > 1 else ''}"
     each = " a rank" if ranks > 1 else ""
     rows = [
-        ("weights", f"{_size(max(need.weights for need in fit.needs))}{each}"),
+        ("weights", f"{size_text(max(need.weights for need in fit.needs))}{each}"),
         ("KV", f"{max(need.token for need in fit.needs):,} bytes a token{each}"),
     ]
     memory = fit.memory
@@ -78,10 +79,6 @@ def _gpu(gpu: str) -> str:
 def _flags(tp: int, pp: int) -> str:
     sizes = (("--tensor-parallel-size", tp), ("--pipeline-parallel-size", pp))
     return " ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from paceline.proto.paging import plan_budget
+
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is a local path (a Hugging Face folder or a GGUF file): names are resolved before, by sources.py.
@@ -31,8 +33,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan_budget(self) -> int:
-        """Tokens of one plan: stages that work at the same time share the budget of a step."""
-        return -(-self.max_num_batched_tokens // self.pipeline_parallel_size)
+        """Tokens of one plan."""
+        return plan_budget(self.max_num_batched_tokens, self.pipeline_parallel_size)
 
     @property
     def num_ranks(self) -> int:

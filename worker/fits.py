@@ -13,13 +13,14 @@ import torch
 
 from paceline.proto.errors import StartupError
 from paceline.proto.paging import Paging
+from paceline.proto.units import GIB
 from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.hf_files import read_json, read_spec
 from paceline.worker.kv_cache import bytes_per_token
 from paceline.worker.kv_groups import kv_groups
 from paceline.worker.loader import weight_bytes
-from paceline.worker.memory import GIB, FreeMemory, check_weights, fit_length, plan_pool
+from paceline.worker.memory import FreeMemory, check_weights, fit_length, plan_pool
 from paceline.worker.models import model_class
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.parallel import Groups, Place

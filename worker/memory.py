@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from paceline.proto.errors import StartupError
+from paceline.proto.units import GIB, size_text
 
-GIB = 1 << 30
 CPU_SHARE = 0.3  # of available memory, where none is given: a laptop has other work to do
 CPU_LIMIT = 4 * GIB
 GPU_SHARE = 0.9
@@ -107,11 +107,6 @@ def fit_length(max_position: int, max_model_len: int | None, num_tokens: int) ->
         return num_tokens
     log.warning("max_model_len is %d, but the KV pool holds %d tokens: longer requests are refused", wanted, num_tokens)
     return wanted
-
-
-def size_text(num_bytes: int) -> str:
-    """GiB, or MiB where GiB would say 0."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"
 
 
 def _meminfo_available() -> int:

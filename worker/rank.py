@@ -19,6 +19,7 @@ from paceline.proto.load import RankMemory
 from paceline.proto.paging import Paging
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, SlotInit, StepPlan, column
+from paceline.proto.units import GIB, size_text
 from paceline.worker import threads
 from paceline.worker.attention.base import select
 from paceline.worker.card import make_card
@@ -27,8 +28,8 @@ from paceline.worker.config import RankConfig
 from paceline.worker.dump import DumpHeader, write_dump
 from paceline.worker.kv_cache import KVCache, bytes_per_token
 from paceline.worker.kv_groups import kv_groups
-from paceline.worker.loader import check_tensors, load_weights, weight_bytes
-from paceline.worker.memory import GIB, check_weights, fit_length, free_memory, plan_pool, size_text
+from paceline.worker.loader import load_weights, weight_bytes
+from paceline.worker.memory import check_weights, fit_length, free_memory, plan_pool
 from paceline.worker.models import model_class
 from paceline.worker.parallel import Groups
 from paceline.worker.pending import PendingStep
@@ -156,7 +157,6 @@ class Rank:
             backend = select(config.attention_backend, self.device, self.dtype, spec.head_dim)
             self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
             model = model_class(spec)(spec, self.dtype, self.groups)
-            check_tensors(model, checkpoint)
             block_bytes = config.block_size * bytes_per_token(spec, model.shard, self.dtype)
             windows = tuple(group.window for group in kv_groups(spec))
             paging = Paging(config.block_size, windows, config.plan_budget)

@@ -3,7 +3,7 @@
 import msgspec
 
 from paceline.proto.errors import StartupError
-from paceline.proto.paging import Paging
+from paceline.proto.paging import Paging, plan_budget
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan_budget(self) -> int:
-        """Tokens of one plan: stages that work at the same time share the budget of a step."""
-        return -(-self.max_num_batched_tokens // self.num_stages)
+        """Tokens of one plan."""
+        return plan_budget(self.max_num_batched_tokens, self.num_stages)
 
     @property
     def paging(self) -> Paging:

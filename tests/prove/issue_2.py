@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ from tests.e2e import disconnects, overload
 from tests.e2e.equality import forty_requests
 from tests.e2e.server import Server, free_port
 from tests.models import tiny_llama_folder
-from tests.prove.lines import Line, run_pytest, server
+from tests.prove.lines import Line, metric, run_pytest, server
 
 LONG = {"model": "smollm2", "prompt": [1000] * 16, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
@@ -45,11 +44,6 @@ def controller_process(running: Server) -> psutil.Process:
 
 def ready(running: Server) -> int:
     return httpx.get(running.url + "/health/ready", timeout=5).status_code
-
-
-def metric(running: Server, name: str) -> float:
-    text = httpx.get(running.url + "/metrics", timeout=10).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(rf"{name}(\{{|\s)", line))
 
 
 def wait_for(what: str, condition, seconds: float) -> float:

@@ -24,7 +24,7 @@ from tests.e2e.layouts import CELLS, LAYOUTS, Cell, compare, even_folder, refere
 from tests.e2e.nodes import node_of, nodes
 from tests.e2e.server import run_to_its_end
 from tests.models import tiny_llama_folder
-from tests.prove.lines import ROOT, Line, metrics, passed, run_pytest, server
+from tests.prove.lines import ROOT, Line, metric, metrics, passed, run_pytest, server
 
 SMOLLM2_CELLS = {
     "TP 2": (2, 1, Cell()),
@@ -121,7 +121,7 @@ def memory() -> str:
         text = http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"]
         assert "Paris" in text, text
         two = held(running)
-        total = float(re.search(r"^paceline_engine_kv_blocks_total\S* (\S+)$", metrics(running), re.MULTILINE)[1])  # type: ignore[index]
+        total = metric(running, "paceline_engine_kv_blocks_total")
     for rank, size in two["kv_bytes"].items():
         assert size == total * 16 * two["kv_bytes_per_token"][rank]
         room = 0.55 * 2**30 - two["weight_bytes"][rank]

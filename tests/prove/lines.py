@@ -65,6 +65,12 @@ def metrics(running: Server) -> str:
     return httpx.get(running.url + "/metrics", timeout=10).text
 
 
+def metric(running: Server, name: str) -> float:
+    """Over all that have the name, whatever their labels."""
+    lines = metrics(running).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}(\{{|\s)", line))
+
+
 def load(running: Server, workload: str, *, concurrency: int, requests: int, seed: int = 1) -> dict:
     """One run of the shared load generator; its figures by name."""
     tool = BENCH / "load.py"

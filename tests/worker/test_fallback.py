@@ -3,7 +3,6 @@ on two ranks where transformers has a plan; and what it refuses."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from paceline.worker.parallel import Groups, Place
 from tests.e2e.engine import Bench
 from tests.models import edit_json, tiny_tokenizer, write_json
 from tests.worker.crew import gang_config
-from tests.worker.drive import Driver, Row, rank_of
+from tests.worker.drive import Driver, rank_of
 from tests.worker.families import SHARED, WINDOW, dense
-from tests.worker.test_models_llama import Recorder, close, ids_of
+from tests.worker.oracle import IDS, NUM_PROMPT, check, maker
+from tests.worker.test_models_llama import Recorder, ids_of
 
-NUM_PROMPT, NUM_DECODES = 45, 20  # the prompt is longer than the window already
-IDS = ids_of(NUM_PROMPT + NUM_DECODES)
 EXPERTS = {"num_experts_per_tok": 2}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -56,30 +54,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name -> its folder, transformers' model, and its logits of the prompt's last id and of all that follow."""
-    known: dict[str, SimpleNamespace] = {}
-
-    def make(name: str) -> SimpleNamespace:
-        if name not in known:
-            folder = tmp_path_factory.mktemp("fallback") / "model"
-            model = TINY[name].make(folder)
-            with torch.no_grad():
-                logits = model(torch.tensor([IDS])).logits[0, NUM_PROMPT - 1 :].float()
-            known[name] = SimpleNamespace(folder=folder, model=model, logits=logits)
-        return known[name]
-
-    return make
-
-
-def check(driver: Driver, take, theirs: torch.Tensor, chunk: int | None) -> None:
-    slot = driver.admit(3, IDS[:NUM_PROMPT])
-    driver.prefill(slot, NUM_PROMPT, chunk)
-    for position in range(NUM_PROMPT, len(IDS)):
-        driver.step(Row(slot, position, 1, token=IDS[position]))
-    driver.release(slot)
-    ours = take()
-    assert ours.shape == theirs.shape
-    assert close(ours, theirs), f"chunk {chunk}: differs by {(ours - theirs).abs().max():.2e}"
+    return maker(TINY, lambda: tmp_path_factory.mktemp("fallback"))
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -4,7 +4,6 @@ ranks. Two logits are the same where they differ by no more than 1e-4, or 1e-5 o
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,39 +15,13 @@ from tests.models import edit_json
 from tests.worker.crew import gang_config
 from tests.worker.drive import Driver, Row, rank_of
 from tests.worker.families import FAMILIES, WINDOW
-from tests.worker.test_models_llama import Recorder, close, ids_of
-
-NUM_PROMPT, NUM_DECODES = 45, 20  # the prompt is longer than the window already
-IDS = ids_of(NUM_PROMPT + NUM_DECODES)
+from tests.worker.oracle import IDS, NUM_PROMPT, check, maker
+from tests.worker.test_models_llama import Recorder, close
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name -> its folder, and transformers' logits of the prompt's last id and of all that follow."""
-    known: dict[str, SimpleNamespace] = {}
-
-    def make(name: str) -> SimpleNamespace:
-        if name not in known:
-            folder = tmp_path_factory.mktemp("family") / "model"
-            model = FAMILIES[name].make(folder)
-            with torch.no_grad():
-                logits = model(torch.tensor([IDS])).logits[0, NUM_PROMPT - 1 :].float()
-            known[name] = SimpleNamespace(folder=folder, logits=logits)
-        return known[name]
-
-    return make
-
-
-def check(driver: Driver, take, theirs: torch.Tensor, chunk: int | None) -> None:
-    """``take`` hands out the logits of the steps since it was last called."""
-    slot = driver.admit(3, IDS[:NUM_PROMPT])
-    driver.prefill(slot, NUM_PROMPT, chunk)
-    for position in range(NUM_PROMPT, len(IDS)):
-        driver.step(Row(slot, position, 1, token=IDS[position]))
-    driver.release(slot)
-    ours = take()
-    assert ours.shape == theirs.shape
-    assert close(ours, theirs), f"chunk {chunk}: differs by {(ours - theirs).abs().max():.2e}"
+    return maker(FAMILIES, lambda: tmp_path_factory.mktemp("family"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

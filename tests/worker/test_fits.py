@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from paceline.proto.errors import StartupError
+from paceline.proto.units import GIB
 from paceline.worker.config import RankConfig
 from paceline.worker.fits import Fit, fits, read_model
-from paceline.worker.memory import GIB
 from paceline.worker.supported import supported
 from tests.models import edit_json, write_json
 from tests.worker.crew import gang_config

@@ -1,5 +1,6 @@
 """A GGUF file of any family is the folder that it was made from: the same spec, tensors and logits."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import gguf
@@ -13,10 +14,11 @@ from paceline.worker.gguf_families import FAMILIES as GGUF_FAMILIES
 from paceline.worker.models import architectures
 from tests.models import edit_json, tiny_llama_folder
 from tests.worker.crew import gang_config
-from tests.worker.drive import Driver, Row, rank_of
+from tests.worker.drive import Driver, rank_of
 from tests.worker.families import FAMILIES, WINDOW
 from tests.worker.gguf_writer import ARCHITECTURES, write_family
-from tests.worker.test_models_llama import Recorder, close, ids_of
+from tests.worker.oracle import check, maker
+from tests.worker.test_models_llama import Recorder
 
 # What no GGUF file can say: which layers of these have a window or no rotation, biases, a second way of writing.
 UNWRITTEN = (
@@ -27,47 +29,32 @@ UNWRITTEN = (
     "gpt2, as first published",
 )
 WRITTEN = [name for name in FAMILIES if name not in UNWRITTEN]
-NUM_PROMPT, NUM_DECODES = 45, 5  # past the window
-IDS = ids_of(NUM_PROMPT + NUM_DECODES)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name -> its folder, its file, and transformers' logits of the prompt's last id and of all that follow."""
-    known: dict[str, SimpleNamespace] = {}
+    """name -> its folder, its file, and transformers' logits."""
+    make = maker(FAMILIES, lambda: tmp_path_factory.mktemp("gguf"))
 
-    def make(name: str) -> SimpleNamespace:
-        if name not in known:
-            folder = tmp_path_factory.mktemp("gguf") / "model"
-            model = FAMILIES[name].make(folder)
-            with torch.no_grad():
-                logits = model(torch.tensor([IDS])).logits[0, NUM_PROMPT - 1 :].float()
-            known[name] = SimpleNamespace(folder=folder, file=write_family(folder, folder / "m.gguf"), logits=logits)
-        return known[name]
+    @cache
+    def with_file(name: str) -> SimpleNamespace:
+        folder = make(name).folder
+        return SimpleNamespace(folder=folder, file=write_family(folder, folder / "m.gguf"), logits=make(name).logits)
 
-    return make
-
-
-def drive(driver: Driver) -> None:
-    slot = driver.admit(3, IDS[:NUM_PROMPT])
-    driver.prefill(slot, NUM_PROMPT, 7)
-    for position in range(NUM_PROMPT, len(IDS)):
-        driver.step(Row(slot, position, 1, token=IDS[position]))
+    return with_file
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_file_gives_the_oracles_logits(made, name):
     rank = rank_of(made(name).file, num_threads=1)
     recorder = Recorder(rank)
-    drive(Driver(rank))
-    assert close(recorder.take(), made(name).logits)
+    check(Driver(rank), recorder.take, made(name).logits, 7)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "phi3", "cohere2"])
 def test_two_ranks_read_their_shares_of_a_file(made, crew, name):
     gang = crew.gang(gang_config(made(name).file, 2, 1))
-    drive(Driver(gang))
-    assert close(gang.take(), made(name).logits)
+    check(Driver(gang), gang.take, made(name).logits, 7)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -10,8 +10,9 @@ from paceline.proto.errors import StartupError
 from paceline.proto.paging import Paging
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_NONE, StepPlan
+from paceline.proto.units import GIB
 from paceline.worker.config import RankConfig
-from paceline.worker.memory import GIB, FreeMemory, check_weights, fit_length, plan_pool
+from paceline.worker.memory import FreeMemory, check_weights, fit_length, plan_pool
 from paceline.worker.rank import Rank, resolve_device, resolve_dtype
 from tests.models import tiny_llama_folder
 from tests.worker.drive import GREEDY, Driver, Row, rank_of
