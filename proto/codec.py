@@ -89,7 +89,7 @@ def request_of(submission: replica_pb2.Submission) -> Request:
     params = SamplingParams(
         seed=pb.seed,
         n=pb.n or 1,
-        max_tokens=pb.max_tokens if pb.HasField("max_tokens") else None,
+        max_tokens=_given(pb, "max_tokens"),
         temperature=pb.temperature,
         top_k=pb.top_k,
         top_p=pb.top_p or 1.0,  # 0 keeps nothing, so an unset field can only mean "all"
@@ -99,8 +99,11 @@ def request_of(submission: replica_pb2.Submission) -> Request:
         repetition_penalty=pb.repetition_penalty or 1.0,
         logit_bias=dict(pb.logit_bias),
         stop_ids=tuple(pb.stop_ids),
+        min_tokens=pb.min_tokens,
         ignore_eos=pb.ignore_eos,
-        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        logprobs=_given(pb, "logprobs"),
+        prompt_logprobs=_given(pb, "prompt_logprobs"),
+        grammar=pb.grammar,
     )
     hashes = submission.block_hashes
     return Request(
@@ -149,9 +152,9 @@ def deltas_frame(rows: Iterable[tuple[int, TokenDelta]]) -> replica_pb2.Deltas:
                 error_code=delta.error_code or "",
             )
         if delta.logprobs is not None:
-            tokens = frame.logprobs.add(row=row).tokens
-            for token in delta.logprobs:
-                tokens.add(logprob=token.logprob, top_ids=token.top_ids, top_logprobs=token.top_logprobs)
+            _put_logprobs(frame.logprobs.add(row=row), delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            _put_logprobs(frame.prompt_logprobs.add(row=row), delta.prompt_logprobs)
     frame.handles.extend(handles)
     frame.choices.extend(choices)
     frame.offsets.extend(offsets)
@@ -163,10 +166,7 @@ def deltas_frame(rows: Iterable[tuple[int, TokenDelta]]) -> replica_pb2.Deltas:
 def deltas_of(frame: replica_pb2.Deltas, request_id_of: Callable[[int], str]) -> list[tuple[int, TokenDelta]]:
     """(handle, delta) for every row of the frame, in its order."""
     endings = {ending.row: ending for ending in frame.endings}
-    logprobs = {
-        row.row: [TokenLogprobs(t.logprob, list(t.top_ids), list(t.top_logprobs)) for t in row.tokens]
-        for row in frame.logprobs
-    }
+    logprobs, prompt_logprobs = _logprobs_by_row(frame.logprobs), _logprobs_by_row(frame.prompt_logprobs)
     ids, at, deltas = list(frame.ids), 0, []
     columns = zip(frame.handles, frame.choices, frame.offsets, frame.num_ids, strict=True)
     for row, (handle, choice, offset, count) in enumerate(columns):
@@ -177,6 +177,7 @@ def deltas_of(frame: replica_pb2.Deltas, request_id_of: Callable[[int], str]) ->
             offset=offset,
             ids=ids[at : at + count],
             logprobs=logprobs.get(row),
+            prompt_logprobs=prompt_logprobs.get(row),
             finish_reason=ending.finish_reason if ending else None,
             usage=Usage(ending.num_prompt, ending.num_cached, ending.num_generated) if ending else None,
             error=(ending.error or None) if ending else None,
@@ -185,6 +186,17 @@ def deltas_of(frame: replica_pb2.Deltas, request_id_of: Callable[[int], str]) ->
         at += count
         deltas.append((handle, delta))
     return deltas
+
+
+def _put_logprobs(row: replica_pb2.RowLogprobs, told: Iterable[TokenLogprobs]) -> None:
+    for token in told:
+        row.tokens.add(logprob=token.logprob, top_ids=token.top_ids, top_logprobs=token.top_logprobs)
+
+
+def _logprobs_by_row(rows: Iterable[replica_pb2.RowLogprobs]) -> dict[int, list[TokenLogprobs]]:
+    return {
+        row.row: [TokenLogprobs(t.logprob, list(t.top_ids), list(t.top_logprobs)) for t in row.tokens] for row in rows
+    }
 
 
 # -- load and errors ---------------------------------------------------------------------------------------------------

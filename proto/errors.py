@@ -6,6 +6,8 @@
     │   ├── UnsupportedField       400  a known field that this version does not serve
     │   ├── ContextLengthExceeded  400  prompt and max_tokens do not fit the context
     │   ├── KVPoolExceeded         400  the sequence can never fit the KV block pool
+    │   ├── Unauthenticated        401  no key, or one that is not known
+    │   ├── NotPermitted           403  the key may not ask for this
     │   ├── ModelNotFound          404
     │   └── PayloadTooLarge        413
     ├── Overloaded                 429  a queue is full; try again later
@@ -74,6 +76,18 @@ class ContextLengthExceeded(RequestError):
 
 class KVPoolExceeded(RequestError):
     code = "kv_pool_exceeded"
+
+
+class Unauthenticated(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+
+
+class NotPermitted(RequestError):
+    code = "not_permitted"
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
 
 
 class ModelNotFound(RequestError):

@@ -16,17 +16,20 @@ from paceline.proto.model import ModelCard
 DIGEST_SIZE = 32
 
 
-def root(fingerprint: str, kv_dtype: str, adapter: str = "", salt: str = "") -> bytes:
-    """The parent of every first block. Parts are length-prefixed so that no two sets of parts read alike."""
+def root(fingerprint: str, kv_dtype: str, adapter: str = "", salts: Sequence[str] = ()) -> bytes:
+    """The parent of every first block. Parts are length-prefixed so that no two sets of parts read alike.
+
+    ``salts``: of the tenant, of the request: blocks are shared only where all of them are equal.
+    """
     digest = hashlib.sha256(b"paceline.kv.v1")
-    for part in (fingerprint, kv_dtype, adapter, salt):
+    for part in (fingerprint, kv_dtype, adapter, *(salts or ("",))):
         raw = part.encode()
         digest.update(len(raw).to_bytes(4, "little") + raw)
     return digest.digest()
 
 
-def root_of(card: ModelCard, adapter: str = "", salt: str = "") -> bytes:
-    return root(card.fingerprint, card.kv_groups[0].dtype, adapter, salt)
+def root_of(card: ModelCard, adapter: str = "", salts: Sequence[str] = ()) -> bytes:
+    return root(card.fingerprint, card.kv_groups[0].dtype, adapter, salts)
 
 
 def chain(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -83,7 +83,7 @@ class Ids(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("seed", "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_ids", "ignore_eos", "logprobs")
+    __slots__ = ("seed", "n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_ids", "ignore_eos", "logprobs", "min_tokens", "prompt_logprobs", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,9 @@ class SamplingParams(_message.Message):
     STOP_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     seed: int
     n: int
     max_tokens: int
@@ -119,7 +122,10 @@ class SamplingParams(_message.Message):
     stop_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     logprobs: int
-    def __init__(self, seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    min_tokens: int
+    prompt_logprobs: int
+    grammar: str
+    def __init__(self, seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., min_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
     __slots__ = ("handle", "request_id", "attempt", "prompt_ids", "resume", "params", "tenant", "priority", "deadline_unix", "block_hashes", "traceparent", "cache_root", "queue_deadline_unix", "first_token_deadline_unix")
@@ -196,7 +202,7 @@ class ErrorInfo(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after: _Optional[float] = ...) -> None: ...
 
 class Deltas(_message.Message):
-    __slots__ = ("handles", "choices", "offsets", "num_ids", "ids", "endings", "logprobs")
+    __slots__ = ("handles", "choices", "offsets", "num_ids", "ids", "endings", "logprobs", "prompt_logprobs")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +210,7 @@ class Deltas(_message.Message):
     IDS_FIELD_NUMBER: _ClassVar[int]
     ENDINGS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     choices: _containers.RepeatedScalarFieldContainer[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
@@ -211,7 +218,8 @@ class Deltas(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     endings: _containers.RepeatedCompositeFieldContainer[Ending]
     logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Ending(_message.Message):
     __slots__ = ("row", "finish_reason", "num_prompt", "num_cached", "num_generated", "error", "error_code")

@@ -16,12 +16,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How ids are drawn. Neutral values switch a step off: temperature 0 is greedy, top_k 0 and top_p 1 keep all.
 
     ``seed`` is always set (the router draws one when none was given): with (seed, choice, position) it is the whole
-    state of the noise. ``max_tokens`` None means whatever the context and the pool leave.
+    state of the noise. ``max_tokens`` None means whatever the context and the pool leave; 0 computes the prompt alone.
+    Before ``min_tokens`` ids no end token and no stop id is drawn. ``grammar`` (grammar.py) is what the text must obey:
+    it overrides ``min_tokens`` and ``ignore_eos``, for where it has come to its end there is nothing else to draw.
     """
 
     seed: int
     n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -33,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the drawn id's; k: the top k beside it
+    prompt_logprobs: int | None = None  # the same of the prompt's ids, from the second on
+    grammar: str = ""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +67,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Natural logarithms for one emitted id, of the raw distribution (before temperature, penalties and bias)."""
+    """Natural logarithms for one id, of the raw distribution (before temperature, penalties, bias and grammar)."""
 
     logprob: float
     top_ids: list[int]
@@ -70,13 +75,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """News of one choice: ids from ``offset`` on, counted from its first emitted id. The last one says why it ended."""
+    """News of one choice: ids from ``offset`` on, counted from its first emitted id. The last one says why it ended.
+
+    ``prompt_logprobs`` come chunk by chunk with choice 0, in order, for the prompt's ids from the second on: each once,
+    and all of them before or with the first emitted id.
+    """
 
     request_id: str
     choice: int
     offset: int
     ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     usage: Usage | None = None
     error: str | None = None  # with finish_reason "error" only

@@ -17,10 +17,11 @@ from paceline.proto.request import SamplingParams, TokenLogprobs
 NULL_BLOCK = 0  # padding and dropped writes point here; never allocated
 TOKEN_IN_TABLE = -1  # the rank already holds the chunk's ids in its slot table
 
-TAKE_NONE = 0  # compute KV only
+# What a chunk gives beside KV; values may be added up.
+TAKE_NONE = 0
 TAKE_SAMPLE = 1  # draw the id that follows the chunk's last token
-TAKE_PROMPT_LOGPROBS = 2
-TAKE_POOL = 3
+TAKE_PROMPT_LOGPROBS = 2  # of the prompt's ids that follow the chunk's tokens
+TAKE_POOL = 4
 
 
 def column(values=()) -> array:
@@ -37,7 +38,6 @@ class SlotInit(msgspec.Struct, kw_only=True):
     choice: int
     params: SamplingParams
     adapter: str = ""
-    grammar: str = ""
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
@@ -79,8 +79,8 @@ class StepPlan(msgspec.Struct, kw_only=True):
 class StepResult(msgspec.Struct, kw_only=True):
     """One row per chunk of the plan, in its order. ``ids`` is ragged: ``num_ids`` per row (0 where nothing was taken).
 
-    ``logprobs`` and ``faults`` are keyed by row and hold only rows that have some. A fault ends that row's sequence,
-    not the gang.
+    ``logprobs``, ``prompt_logprobs`` and ``faults`` are keyed by row and hold only rows that have some. The prompt's have
+    one entry per token of the chunk that a prompt id follows. A fault ends that row's sequence, not the gang.
     """
 
     step_id: int
@@ -88,6 +88,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     num_ids: array
     ids: array
     logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     faults: dict[int, str] = {}
     model_seconds: float = 0.0  # that the sampling rank spent on the plan, waiting for other ranks included
 

@@ -22,23 +22,47 @@ _DIGITS = re.compile(r"[0-9]{1,10}")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model's card may set these
 
 
+class Structure(msgspec.Struct, frozen=True):
+    """What the text must obey, as the client wrote it. ``kind``: json_object, json_schema, regex, choice or grammar;
+    ``source``: the schema as JSON, the expression, the texts as a JSON list, the grammar."""
+
+    kind: str
+    source: str = ""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is well formed. ``prompts`` are text or ids; a chat has ``messages`` instead, as one prompt.
 
-    ``params`` holds what the engine needs; ``stop`` stays in the router, which alone knows text.
+    ``params`` holds what the engine needs, but for the grammar, which is compiled from ``structure`` later. Text stays
+    in the router: ``stop``, and how text is shown.
     """
 
     route: str
     model: str
     params: SamplingParams
+    # The prompt.
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[Message, ...] = ()
+    add_special_tokens: bool = True  # a text gets the token that begins texts
+    add_generation_prompt: bool = True  # the template opens the assistant's turn
+    continue_final: bool = False  # the answer goes on from the last message
+    template_kwargs: dict[str, Any] = {}
+    truncate: int | None = None  # keep so many of the last tokens; -1: what leaves room for the answer
+    # How ids become text.
+    structure: Structure | None = None
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # what ended the choice stays in its text
+    skip_special: bool = True  # control tokens are not shown
+    # What is answered.
+    echo: bool = False  # each choice begins with its prompt
     stream: bool = False
     include_usage: bool = False
-    priority: int = 0
     return_ids: bool = False  # the client wants token ids, too
     ignored: tuple[str, ...] = ()  # names of unknown fields
+    # Who asks.
+    tenant: str = ""
+    priority: int = 0
+    salts: tuple[str, ...] = ()  # prompts share cached blocks only where all of them are equal
 
     @property
     def num_choices(self) -> int:
