@@ -38,16 +38,18 @@ $(SERVE_STAMP): $(BIN)/python pyproject.toml
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[serve]'
 	@touch $@
 
-$(DEV_STAMP): $(SERVE_STAMP) pyproject.toml
+$(DEV_STAMP): $(SERVE_STAMP) pyproject.toml tests/clients/package-lock.json
 	@echo "==> installing what the tests need"
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[serve,dev]'
+	@npm ci --prefix tests/clients --silent --no-audit --no-fund
 	@touch $@
 
 serve: setup
 	@$(BIN)/paceline serve $(ARGS)
 
+# Two files at a time: most tests compute on one core or wait.
 test: setup-dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # mypy and import-linter look for the package paceline: a folder of links gives them one.
 LINKS := .lint/paceline

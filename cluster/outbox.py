@@ -78,6 +78,7 @@ class Outbox:
 def _size(delta: TokenDelta) -> int:
     """About what a delta holds in memory, in bytes."""
     size = 200 + 8 * len(delta.ids)
-    if delta.logprobs:
-        size += sum(200 + 48 * len(token.top_ids) for token in delta.logprobs)
+    for told in (delta.logprobs, delta.prompt_logprobs):
+        if told:
+            size += sum(200 + 48 * len(token.top_ids) for token in told)
     return size

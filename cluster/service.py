@@ -18,6 +18,7 @@ from paceline.cluster.routes import Caller
 from paceline.proto import codec, hashing
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.errors import InvalidRequest, Overloaded, PacelineError, ReplicaLost
+from paceline.proto.grammar import MAX_GRAMMAR_BYTES
 from paceline.proto.model import ModelCard
 from paceline.proto.replica_pb2_grpc import ReplicaServiceServicer
 from paceline.proto.request import Request
@@ -26,6 +27,7 @@ log = logging.getLogger("paceline.replica")
 
 PROTOCOL = 1
 HEARTBEAT = 1.0  # seconds
+MAX_LOGPROBS = 128  # beside each id: for more a step would hold up all others
 
 
 class ReplicaService(ReplicaServiceServicer):
@@ -199,10 +201,19 @@ def _mismatch(hello: pb.Hello, card: ModelCard) -> str | None:
 
 def _admitted(request: Request, card: ModelCard) -> Request:
     """What a router does for a request: checks what would harm others, an id, and names for the prompt's blocks."""
-    if max((*request.prompt_ids, *request.params.logit_bias), default=0) >= card.vocab_size:
-        raise InvalidRequest(f"ids must be below {card.vocab_size}, the size of the vocabulary", "prompt_ids")
-    if request.params.max_tokens == 0:
-        raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
+    params = request.params
+    for name, ids in (
+        ("prompt_ids", request.prompt_ids),
+        ("logit_bias", params.logit_bias),
+        ("stop_ids", params.stop_ids),
+    ):
+        if max(ids, default=0) >= card.vocab_size:
+            raise InvalidRequest(f"{name} must be below {card.vocab_size}, the size of the vocabulary", name)
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if (count or 0) > MAX_LOGPROBS:
+            raise InvalidRequest(f"{name} may ask for {MAX_LOGPROBS} of the likeliest at most", name)
+    if len(params.grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes", "grammar")
     if request.resume:
         raise InvalidRequest("only a router resumes a request", "resume")
     if not request.request_id:

@@ -3,18 +3,22 @@ ends them in order, and decides nothing else.
 """
 
 import asyncio
+import ipaddress
 import logging
 import random
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
 from paceline.proto.errors import Draining, StartupError
+from paceline.router.auth import Guard
 from paceline.router.config import RouterConfig
+from paceline.router.keyring import keyring_of
 from paceline.router.metrics import Metrics
 from paceline.router.policies import policy_of
 from paceline.router.pool import Pool
@@ -58,9 +62,13 @@ async def serve_router(
 
     ``ready`` is called once, with the URL, when the port answers; a replica may still be on its way (`/health/ready`
     tells). Run it under uvloop: this does not choose the loop. Raises StartupError if an address cannot be bound, a
-    certificate cannot be used, or the config names what there is not.
+    certificate or the file of keys cannot be used, or the config names what there is not.
     """
     policy = policy_of(config.routing_policy, random.Random())
+    keyring = keyring_of(config.api_key_file)
+    guard = Guard(keyring, config.open_routes)
+    if keyring is None and not config.ssl_ca_certs and not _loopback(config.host):
+        log.warning("no --api-key-file: whoever reaches %s may use this server", config.host)
     listener = listen(config.host, config.port, config.max_unread_bytes, 2 * config.slow_reader_seconds)
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
@@ -75,26 +83,37 @@ async def serve_router(
     )
     metrics = Metrics(lambda: pool.links, lambda: service.gate.num_open)
     service = Service(pool, config, metrics.shed, metrics.moved)
-    http = _http_config(make_app(service, pool, metrics, config), config)
+    http = _http_config(make_app(service, pool, metrics, guard, config), config)
     server = _Server(http, on_started=lambda: ready(url) if ready else None)
     grpc = AsyncExitStack()
     if config.grpc_port is not None:
-        await grpc.enter_async_context(serving_grpc(service, metrics, config, lambda: _accepting(service, pool), GRACE))
+        accepting = partial(_accepting, service, pool)
+        await grpc.enter_async_context(serving_grpc(service, metrics, guard, config, accepting, GRACE))
     await pool.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
+    following = asyncio.create_task(keyring.follow()) if keyring else None
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             await _drain(service, config.drain_seconds, now or asyncio.Event())
     finally:
         stopping.cancel()
+        if following:
+            following.cancel()
         server.should_exit = True
         await pool.close()
         await grpc.aclose()
         with suppress(asyncio.CancelledError):
             await serving
         listener.close()
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _accepting(service: Service, pool: Pool) -> bool:

@@ -6,7 +6,7 @@ The template is Jinja, run in a sandbox with what templates expect of transforme
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,14 +14,17 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+import msgspec
 
 from paceline.proto.errors import InvalidRequest, StartupError
-from paceline.router.messages import Message
+from paceline.router.messages import Message, texts_of
 from paceline.router.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.router")
 
 MAX_REFUSAL = 500  # characters of a template's own message
+# What a template gets whether a request wants it or not, beside the names of the card's control tokens.
+TAKEN = ("messages", "add_generation_prompt", "raise_exception", "strftime_now")
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -56,25 +59,62 @@ class Chat:
         self._openings = frozenset(text[:cut] for text in specials for cut in range(1, len(text)))
         self._longest = max(map(len, specials), default=0)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids that end where the assistant begins. Raises InvalidRequest with the template's own refusal."""
-        texts = [text for message in messages for text in (message.content, message.name or "")]
+    def encode(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        variables: Mapping[str, Any] = {},
+    ) -> list[int]:
+        """Prompt ids that end where the assistant begins or, with ``continue_final``, with the last message's text.
+
+        ``variables`` are more that the template gets. Raises InvalidRequest with the template's own refusal.
+        """
+        texts = list(texts_of(messages, variables))
         if not (self._tokenizer.always_guard or any(map(self._may_forge, texts))):
-            return self._tokenizer.encode_template(self.render(messages))
+            text = self.render(messages, add_generation_prompt, continue_final, variables)
+            return self._tokenizer.encode_template(text)
         sentinel = self._unused_character(texts)
         guarded = [
             Message(m.role, self._guard(m.content, sentinel), m.name and self._guard(m.name, sentinel))
             for m in messages
         ]
-        return self._tokenizer.encode_guarded(self.render(guarded), sentinel)
+        more = {name: self._guard_within(value, sentinel) for name, value in variables.items()}
+        return self._tokenizer.encode_guarded(
+            self.render(guarded, add_generation_prompt, continue_final, more), sentinel
+        )
 
-    def render(self, messages: Sequence[Message]) -> str:
-        try:
-            return self._template.render(
-                messages=[self._for_template(message) for message in messages],
-                add_generation_prompt=True,
-                **self._tokens,
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
+        """The text whose ids are the prompt; what users wrote stands in it as they wrote it."""
+        if not continue_final:
+            return self._fill(messages, add_generation_prompt, variables)
+        # Only the template knows what it writes after a message: a character that nobody used marks where it begins.
+        mark = self._unused_character(list(texts_of(messages, variables)))
+        *before, last = messages
+        marked = msgspec.structs.replace(last, content=last.content + mark)
+        text = self._fill([*before, marked], add_generation_prompt, variables)
+        if text.count(mark) != 1:
+            raise InvalidRequest(
+                "the chat template does not write the last message as it is, so that it cannot be continued",
+                "continue_final_message",
             )
+        return text[: text.index(mark)]
+
+    def _fill(self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        given = {
+            **variables,
+            **self._tokens,
+            "messages": [self._for_template(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(given)
         except jinja2.TemplateError as error:
             message = (error.message or "no reason given")[:MAX_REFUSAL]
             raise InvalidRequest(f"the chat template refuses these messages: {message}", "messages") from error
@@ -98,6 +138,15 @@ class Chat:
         for special in self._tokenizer.special_strings:
             text = text.replace(special, special[0] + sentinel + special[1:])
         return text + sentinel if self._ends_open(text) else text
+
+    def _guard_within(self, value: Any, sentinel: str) -> Any:
+        if isinstance(value, str):
+            return self._guard(value, sentinel)
+        if isinstance(value, list):
+            return [self._guard_within(member, sentinel) for member in value]
+        if isinstance(value, dict):
+            return {self._guard(name, sentinel): self._guard_within(member, sentinel) for name, member in value.items()}
+        return value
 
     def _unused_character(self, texts: list[str]) -> str:
         used = set(self._source).union(*texts)

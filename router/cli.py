@@ -24,8 +24,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 
 from paceline.proto import logs
 from paceline.proto.errors import PacelineError, StartupError
+from paceline.router import keys as api_keys
 from paceline.router import process, settings
+from paceline.router.auth import Guard
 from paceline.router.flags import Command, takes_settings
+from paceline.router.keyring import keyring_of
 
 app = typer.Typer(
     name="paceline",
@@ -61,8 +64,8 @@ def serve(flags: Values, config: Path | None) -> None:
         values = _begin("serve", flags, config)
         if not values["ray_address"]:  # on a Ray that goes on, the next command must know the token too
             values["cluster_token"] = values["cluster_token"] or secrets.token_hex(32)
-        cluster = _cluster_config(values)
         router_config = _router_config(values)
+        cluster = _cluster_config(values)
         _print_config(cluster, router_config)
         process.serve_all(cluster, router_config, console)
 
@@ -119,6 +122,9 @@ Url = Annotated[
 CaFile = Annotated[
     Path | None, typer.Option("--ssl-ca-certs", help="Authorities (PEM) to check the server with.", metavar="FILE")
 ]
+KeyFile = Annotated[
+    Path | None, typer.Option(help="File with the API key and nothing else. [PACELINE_API_KEY]", metavar="FILE")
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -129,15 +135,15 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.", metavar="TEXT")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", metavar="N", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest.", metavar="X")] = None,
+    key_file: KeyFile = None,
     ssl_ca_certs: CaFile = None,
 ) -> None:
     """Talk to a running server in this terminal. /reset forgets what was said, /quit ends; Ctrl-C ends an answer."""
     from paceline.router.chat_cli import Chat
-    from paceline.router.client import Client
 
     with _one_sentence():
         options = {"max_tokens": max_tokens, "temperature": temperature}
-        client = Client(url, _path(ssl_ca_certs))
+        client = _client(url, ssl_ca_certs, key_file)
         Chat(client, model, system, {k: v for k, v in options.items() if v is not None}).run()
 
 
@@ -151,18 +157,58 @@ def status(
         Path | None, typer.Option(help="File with the cluster's secret, for --controller.", metavar="FILE")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print plain lines and end, for scripts.")] = False,
+    key_file: KeyFile = None,
     ssl_ca_certs: CaFile = None,
 ) -> None:
     """A live table of the replicas and of what they do.
 
     State, requests running and waiting, KV blocks in use, generated tokens per second.
     """
-    from paceline.router.client import Client
     from paceline.router.status_cli import Status
 
     with _one_sentence():
-        source = Status(Client(url, _path(ssl_ca_certs)), controller, _secret("cluster_token_file", cluster_token_file))
+        client = _client(url, ssl_ca_certs, key_file)
+        source = Status(client, controller, _secret("cluster_token_file", cluster_token_file))
         source.print_once() if once else source.watch()
+
+
+def _client(url: str, ca_file: Path | None, key_file: Path | None) -> Any:
+    from paceline.router.client import Client
+
+    key = _secret("key_file", key_file) or os.environ.get("PACELINE_API_KEY")
+    return Client(url, str(ca_file) if ca_file else None, key)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+keys = typer.Typer(help="API keys: who may ask a server started with --api-key-file.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command("new", cls=Command)
+def new_key(
+    tenant: Annotated[str, typer.Option(help="Whose it is: what waits is shared out between tenants.", metavar="NAME")],
+    priority: Annotated[
+        int | None, typer.Option(help="Lowest number that it may ask for; lower runs first. [any]", metavar="N")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Keys with the same one share cached prompts. [the key's own]", metavar="TEXT")
+    ] = None,
+) -> None:
+    """Make an API key.
+
+    Its entry for the file goes to stdout (append it: >> keys.yaml), the key itself to stderr. It is shown this once:
+    the file holds its hash only.
+    """
+    with _one_sentence():
+        key = api_keys.fresh()
+        entry = api_keys.entry_of(key, tenant, priority, cache_salt)
+        api_keys.parse_keys(entry, "the new entry")
+        print(entry, end="")
+        console.print(key, markup=False, soft_wrap=True)
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
 
 
 @app.command(cls=Command)
@@ -267,12 +313,14 @@ def _begin(command: str, flags: Values, file: Path | None) -> Values:
 
 
 def _router_config(values: Values) -> Any:
-    return settings.make(
+    config = settings.make(
         "router",
         values,
         chat_template=_read("chat_template", values["chat_template"]),
         cluster_token=values["cluster_token"],
     )
+    Guard(keyring_of(config.api_key_file), config.open_routes)  # a mistake here must not wait for a model to load
+    return config
 
 
 def _replica_config(values: Values) -> Any:
@@ -319,10 +367,6 @@ def _secret(name: str, path: str | Path | None) -> str | None:
     if path and not text:
         raise StartupError(f"--{name.replace('_', '-')} {path} is empty")
     return text or None
-
-
-def _path(path: Path | None) -> str | None:
-    return str(path) if path else None
 
 
 def _name_of(model: str) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from paceline.proto.errors import StartupError
 
 TIMEOUT = 300.0  # seconds without a byte: a prompt may wait in a queue
+KEY_HINT = "this command takes it from PACELINE_API_KEY or --key-file"
 
 
 class Refused(Exception):
@@ -22,15 +23,17 @@ class Refused(Exception):
 
 
 class Client:
-    """One connection per call. Raises StartupError where no server answers, Refused where it says no."""
+    """One connection per call, each with the key if there is one. Raises StartupError where no server answers, Refused
+    where it says no."""
 
-    def __init__(self, url: str, ca_file: str | None = None):
+    def __init__(self, url: str, ca_file: str | None = None, api_key: str | None = None):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartupError(f"{url} is not an http or https URL")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port = parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._tls: ssl.SSLContext | None = None
         if parts.scheme == "https":
             try:
@@ -78,8 +81,9 @@ class Client:
         else:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT)
         try:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            payload = json.dumps(body).encode() if body is not None else None
+            payload, headers = None, self._headers
+            if body is not None:
+                payload, headers = json.dumps(body).encode(), headers | {"Content-Type": "application/json"}
             connection.request(method, self._prefix + path, payload, headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
@@ -88,7 +92,8 @@ class Client:
         if response.status != 200:
             raw = response.read()
             connection.close()
-            raise Refused(_message(raw) or f"the server answered {response.status}")
+            hint = f" ({KEY_HINT})" if response.status == 401 else ""
+            raise Refused((_message(raw) or f"the server answered {response.status}") + hint)
         return connection, response
 
 

@@ -23,7 +23,7 @@ from paceline.proto.request import (
     Usage,
 )
 from paceline.router import access
-from paceline.router.detokenizer import Detokenizer, TextDelta
+from paceline.router.detokenizer import Detokenizer, Prompt, TextDelta
 from paceline.router.fields import CHAT
 from paceline.router.link import Link, Ticket
 from paceline.router.mailbox import Mailbox
@@ -55,9 +55,14 @@ class Generation:
         self._tickets: dict[Ticket, int] = {}  # ticket -> prompt; one for each, the newest
         self._tried: list[list[Link]] = [[] for _ in requests]  # replicas that lost or refused the prompt
         n = call.params.n
+        stop_ids = frozenset((*model.card.eos_ids, *call.params.stop_ids))
         self._choices = [
-            Choice(index, model, call, requests[index // n].prompt_ids) for index in range(n * len(requests))
+            Choice(index, model, call, requests[index // n].prompt_ids, stop_ids) for index in range(n * len(requests))
         ]
+        wants_prompt = call.echo or call.params.prompt_logprobs is not None
+        self._untold = set(range(len(self._choices))) if wants_prompt else set()  # choices that owe their prompt
+        self._prompts: list[Prompt | None] = [None] * len(requests)  # what choices show of them, once it is asked for
+        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]  # what has come of each prompt's
         self._num_telling = len(self._choices)  # choices whose text has not ended
 
     async def submit(self) -> None:
@@ -134,6 +139,8 @@ class Generation:
         error, may_move = news, True
         if isinstance(news, TokenDelta):
             try:
+                if news.prompt_logprobs:
+                    self._prompt_logprobs[prompt] += news.prompt_logprobs
                 self._tell(self._choices[prompt * self.call.params.n + news.choice], ticket, news, told)
                 return None
             except PacelineError as raised:
@@ -145,11 +152,32 @@ class Generation:
         was_telling = choice.telling
         delta = choice.take(news)
         if delta is not None:
+            if delta.index in self._untold:
+                prompt = self._prompt(delta.index // self.call.params.n)
+                delta = msgspec.structs.replace(delta, prompt=prompt)
+                self._untold.discard(delta.index)
             told.append(delta)
         if was_telling and not choice.telling:
             self._num_telling -= 1
             if news.finish_reason is None:
                 ticket.finish(news.choice, choice.num_used)
+
+    def _prompt(self, at: int) -> Prompt:
+        """What its choices begin with. Raises ReplicaLost if the replica did not tell all of it."""
+        if (prompt := self._prompts[at]) is None:
+            call, ids = self.call, self._requests[at].prompt_ids
+            logprobs = self._prompt_logprobs[at] if call.params.prompt_logprobs is not None else None
+            if logprobs is not None and len(logprobs) != len(ids) - 1:
+                raise ReplicaLost("the replica left out log probabilities of the prompt")
+            prompt = self._prompts[at] = Prompt(ids=ids, text=self._echo(at) if call.echo else "", logprobs=logprobs)
+        return prompt
+
+    def _echo(self, at: int) -> str:
+        """A prompt as it was sent; of one that was sent as ids, or cut to some of them, what they stand for."""
+        sent = self.call.prompts[at]
+        if isinstance(sent, str) and self.call.truncate is None:
+            return sent
+        return self.model.tokenizer.decode(self._requests[at].prompt_ids)
 
     def _send(self, prompt: int) -> Ticket:
         ticket = self._pool.submit(self._requests[prompt], self._mailbox, besides=self._tried[prompt])
@@ -168,6 +196,7 @@ class Generation:
                 return False
             self._requests[prompt] = msgspec.structs.replace(request, attempt=request.attempt + 1)
         self._tried[prompt].append(ticket.link)
+        self._prompts[prompt], self._prompt_logprobs[prompt] = None, []  # the new one tells all of them
         try:
             new = self._send(prompt)
         except PacelineError:
@@ -199,14 +228,22 @@ class Choice:
     ``num_seen``: ids that have come, counting or not.
     """
 
-    __slots__ = ("_detokenizer", "_index", "_return_ids", "ending", "num_seen", "telling")
+    __slots__ = ("_detokenizer", "_hidden_ids", "_index", "_return_ids", "ending", "num_seen", "telling")
 
-    def __init__(self, index: int, model: "Model", call: Call, prompt_ids: list[int]):
+    def __init__(self, index: int, model: "Model", call: Call, prompt_ids: list[int], stop_ids: frozenset[int]):
+        """``stop_ids``: those that end a choice, the model's own among them."""
         tokenizer = model.tokenizer
         # A chat reply is a text of its own; a completion goes on from its prompt, unless that holds no text at all.
         alone = call.route == CHAT or all(id in tokenizer.special_ids for id in prompt_ids)
         self._index = index
-        self._detokenizer = Detokenizer(tokenizer.text_bytes, call.stop, alone and tokenizer.leading_space)
+        self._detokenizer = Detokenizer(
+            tokenizer.text_bytes if call.skip_special else tokenizer.written_bytes,
+            call.stop,
+            num_free=call.params.min_tokens,
+            include_stop=call.include_stop,
+            strip_space=alone and tokenizer.leading_space,
+        )
+        self._hidden_ids = frozenset() if call.include_stop else stop_ids  # not shown where they end the choice
         self.num_seen = 0
         self._return_ids = call.return_ids
         self.telling = True
@@ -229,8 +266,12 @@ class Choice:
         if not self.telling:
             return None
         ids, logprobs = self._fresh(news)
-        text = self._detokenizer.push(ids)
         reason = news.finish_reason
+        if reason == FINISH_STOP and ids and ids[-1] in self._hidden_ids:
+            text = self._detokenizer.push(ids[:-1])
+            self._detokenizer.skip()
+        else:
+            text = self._detokenizer.push(ids)
         if self._detokenizer.stopped:
             reason = FINISH_STOP
             num_kept = len(ids) - (self.num_seen - self._detokenizer.num_ids)

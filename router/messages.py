@@ -1,5 +1,6 @@
 """Chat messages as clients send them, made plain: a role, a text and perhaps a name. No template, no tokens."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,25 @@ def parse_messages(raw: list[Any]) -> tuple[tuple[Message, ...], list[str]]:
     return messages, list(ignored)
 
 
+def texts_of(messages: Sequence[Message], variables: Mapping[str, Any] = {}) -> Iterator[str]:
+    """Everything that a client wrote into a conversation."""
+    for message in messages:
+        yield message.content
+        yield message.name or ""
+    yield from _texts_within(list(variables.values()))
+
+
+def _texts_within(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from _texts_within(list(value.values()))
+    elif isinstance(value, list):
+        for member in value:
+            yield from _texts_within(member)
+
+
 def _parse(raw: Any, where: str, ignored: dict[str, None]) -> Message:
     if type(raw) is not dict:
         raise InvalidRequest(f"{where} must be an object", where)
@@ -45,6 +65,7 @@ def _parse(raw: Any, where: str, ignored: dict[str, None]) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
+    """Parts are joined in order, with nothing between them; an empty text stays one."""
     if type(content) is str:
         return content
     if type(content) is not list:

@@ -1,33 +1,32 @@
-"""An OpenAI-shaped JSON object becomes a `Call`: checked once, here, field by field. No I/O, no tokenizer.
+"""An OpenAI-shaped JSON object becomes a `Call`: checked once, here. No I/O, no tokenizer.
 
-What fields there are is `fields.py`; what goes back is `shapes.py`. Messages name the field, never its value.
+What fields there are is `fields.py`, one value against its row `checks.py`; what goes back is `shapes.py`. Here is what
+fields mean together, and what the API key adds. Messages name the field, never its value.
 """
 
-import math
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from paceline.proto.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from paceline.proto.errors import InvalidRequest, ModelNotFound, NotPermitted, UnsupportedField
 from paceline.proto.model import ModelCard
 from paceline.proto.request import SamplingParams
+from paceline.router import formats
+from paceline.router.checks import Scope, check
 from paceline.router.config import RouterConfig
-from paceline.router.fields import BY_ROUTE, CHAT, Field
-from paceline.router.messages import Message, parse_messages
+from paceline.router.fields import BY_ROUTE, CHAT, IGNORED, Field
+from paceline.router.formats import Structure
+from paceline.router.keys import NOBODY, Key
+from paceline.router.messages import Message, texts_of
 
-_DIGITS = re.compile(r"[0-9]{1,10}")
+MAX_NAMED = 10  # unknown fields that a refusal names
+MAX_NAME_LEN = 64  # characters that are shown of one
+
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model's card may set these
-
-
-class Structure(msgspec.Struct, frozen=True):
-    """What the text must obey, as the client wrote it. ``kind``: json_object, json_schema, regex, choice or grammar;
-    ``source``: the schema as JSON, the expression, the texts as a JSON list, the grammar."""
-
-    kind: str
-    source: str = ""
+_UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")  # in a header that lists names: no spaces, no commas
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +57,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     return_ids: bool = False  # the client wants token ids, too
-    ignored: tuple[str, ...] = ()  # names of unknown fields
+    ignored: tuple[str, ...] = ()  # names of fields that nothing reads
     # Who asks.
     tenant: str = ""
     priority: int = 0
@@ -68,47 +67,106 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         return max(1, len(self.prompts)) * self.params.n
 
+    @property
+    def prompt_size(self) -> int:
+        """Characters and ids to work through."""
+        return sum(map(len, self.prompts)) + sum(map(len, texts_of(self.messages, self.template_kwargs)))
 
-def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfig) -> Call:
-    """Raises InvalidRequest, UnsupportedField or ModelNotFound, each naming the field."""
-    fields = BY_ROUTE[route]
-    given: dict[str, Any] = {}
-    ignored = []
-    for name, value in body.items():
-        field = fields.get(name)
-        if field is None:
-            ignored.append(name)
-        elif value is not None:
-            given[name] = _check(field, value, card, config)
+
+def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfig, key: Key = NOBODY) -> Call:
+    """What ``body`` asks for, on behalf of ``key``.
+
+    Raises InvalidRequest, UnsupportedField, ModelNotFound or NotPermitted, each naming the field.
+    """
+    given, ignored = _read(BY_ROUTE[route], body, card, config)
     check_model(given.get("model"), card)
-    messages: tuple[Message, ...] = ()
-    if route == CHAT:
-        messages, more = parse_messages(_required(given, "messages"))
-        ignored += more
+    opens, continues = _turns(given)
     call = Call(
         route=route,
         model=card.name,
         params=_sampling(route, given, card),
         prompts=() if route == CHAT else _required(given, "prompt"),
-        messages=messages,
+        messages=_required(given, "messages") if route == CHAT else (),
+        add_special_tokens=given.get("add_special_tokens", True),
+        add_generation_prompt=opens,
+        continue_final=continues,
+        template_kwargs=given.get("chat_template_kwargs", {}),
+        truncate=given.get("truncate_prompt_tokens"),
+        structure=formats.only([value for value in given.values() if isinstance(value, Structure)]),
         stop=given.get("stop", ()),
+        include_stop=_one_of(given, "include_stop_str_in_output", "no_stop_trim") or False,
+        skip_special=given.get("skip_special_tokens", True),
+        echo=given.get("echo", False),
         stream=given.get("stream", False),
         include_usage=_include_usage(given),
-        priority=given.get("priority", 0),
         return_ids=given.get("return_token_ids", False),
-        ignored=tuple(ignored),
+        ignored=ignored,
+        tenant=key.tenant,
+        priority=_priority(given, key),
+        salts=_salts(given, key),
     )
-    if len(call.prompts) > config.max_prompts:
-        raise InvalidRequest(f"prompt may list at most {config.max_prompts} prompts", "prompt")
     if call.num_choices > config.max_choices:
         raise InvalidRequest(f"prompts times n may be at most {config.max_choices}", "n")
     return call
+
+
+def shown(names: Sequence[str], most: int) -> str:
+    """Names that a client made up, in a form that can do no harm in a header or a message."""
+    return ", ".join(_UNSAFE.sub("?", name[:MAX_NAME_LEN]) for name in names[:most])
 
 
 def check_model(name: Any, card: ModelCard) -> None:
     """Nothing named is the one that is served. Raises ModelNotFound."""
     if name is not None and name != card.name:
         raise ModelNotFound(f"this model is not served; served: {card.name}", "model")
+
+
+def _read(
+    fields: dict[str, Field], body: dict[str, Any], card: ModelCard, config: RouterConfig
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Checked values by name, and the names of what nothing reads. Null is the same as not given."""
+    given: dict[str, Any] = {}
+    scope = Scope(card, config, [])
+    for name, value in body.items():
+        field = fields.get(name)
+        if field is None or (field.status == IGNORED and value is not None):
+            scope.ignored.append(name)
+        elif value is not None:
+            given[name] = check(field, value, scope)
+    if scope.ignored and config.strict:
+        more = len(scope.ignored) - MAX_NAMED
+        rest = f" and {more} more" if more > 0 else ""
+        raise UnsupportedField(f"nothing here reads {shown(scope.ignored, MAX_NAMED)}{rest}", shown(scope.ignored, 1))
+    return given, tuple(scope.ignored)
+
+
+def _required(given: dict[str, Any], name: str) -> Any:
+    if name not in given:
+        raise InvalidRequest(f"{name} is required", name)
+    return given[name]
+
+
+def _one_of(given: dict[str, Any], name: str, other: str) -> Any:
+    """The value of a field that has two names, or None."""
+    if name in given and other in given and given[name] != given[other]:
+        raise InvalidRequest(f"{name} and {other} differ; send one", other)
+    return given.get(name, given.get(other))
+
+
+# -- what fields mean together -----------------------------------------------------------------------------------------
+
+
+def _turns(given: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the template opens the assistant's turn, and whether the last message goes on."""
+    continues = given.get("continue_final_message", False)
+    opens = given.get("add_generation_prompt", not continues)
+    if continues and opens:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+        )
+    if continues and "messages" in given and given["messages"][-1].role != "assistant":
+        raise InvalidRequest("continue_final_message needs a last message of the assistant's", "continue_final_message")
+    return opens, continues
 
 
 def _sampling(route: str, given: dict[str, Any], card: ModelCard) -> SamplingParams:
@@ -120,23 +178,31 @@ def _sampling(route: str, given: dict[str, Any], card: ModelCard) -> SamplingPar
     values = defaults | chosen
     values["top_k"] = max(0, int(values.get("top_k", 0)))
     seed = given.get("seed")
+    logprobs = _logprobs(route, given)
+    prompt_logprobs = _prompt_logprobs(given, logprobs)
+    max_tokens, min_tokens = _num_tokens(given, prompt_logprobs)
     return SamplingParams(
         seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
         n=n,
-        max_tokens=_max_tokens(given),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
         logit_bias=given.get("logit_bias", {}),
         stop_ids=given.get("stop_token_ids", ()),
         ignore_eos=given.get("ignore_eos", False),
-        logprobs=_logprobs(route, given),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         **values,
     )
 
 
-def _max_tokens(given: dict[str, Any]) -> int | None:
-    limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
-    if len(limits) > 1:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", "max_completion_tokens")
-    return limits.pop() if limits else None
+def _num_tokens(given: dict[str, Any], prompt_logprobs: int | None) -> tuple[int | None, int]:
+    """Most and least."""
+    most, least = _one_of(given, "max_tokens", "max_completion_tokens"), given.get("min_tokens", 0)
+    if most == 0 and prompt_logprobs is None and not given.get("echo"):
+        raise InvalidRequest("max_tokens 0 needs echo or prompt_logprobs; without them, at least 1", "max_tokens")
+    if most is not None and least > most:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {most}", "min_tokens")
+    return most, least
 
 
 def _logprobs(route: str, given: dict[str, Any]) -> int | None:
@@ -149,145 +215,38 @@ def _logprobs(route: str, given: dict[str, Any]) -> int | None:
     return None
 
 
+def _prompt_logprobs(given: dict[str, Any], logprobs: int | None) -> int | None:
+    """Asked for by name, or by an echo with log probabilities: then as many as of the answer's tokens."""
+    asked = given.get("prompt_logprobs")
+    if asked is not None and given.get("stream"):
+        raise InvalidRequest(
+            "prompt_logprobs cannot be streamed; on completions, echo with logprobs can", "prompt_logprobs"
+        )
+    if not given.get("echo") or logprobs is None:
+        return asked
+    if asked not in (None, logprobs):
+        raise InvalidRequest("with echo, prompt_logprobs must equal logprobs", "prompt_logprobs")
+    return logprobs
+
+
 def _include_usage(given: dict[str, Any]) -> bool:
     if "stream_options" in given and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     return given.get("stream_options", False)
 
 
-def _required(given: dict[str, Any], name: str) -> Any:
-    if name not in given:
-        raise InvalidRequest(f"{name} is required", name)
-    return given[name]
+# -- what the key adds -------------------------------------------------------------------------------------------------
 
 
-# -- one field ---------------------------------------------------------------------------------------------------------
+def _priority(given: dict[str, Any], key: Key) -> int:
+    best, asked = key.best_priority, given.get("priority")
+    if asked is None:
+        return max(0, best or 0)
+    if best is not None and asked < best:
+        raise NotPermitted(f"this API key may ask for priority {best} or a higher number", "priority")
+    return asked
 
 
-def _check(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> Any:
-    """The value in the form that the rest uses. ``value`` is not null."""
-    if not field.supported:
-        if not any(value == neutral and type(value) is type(neutral) for neutral in field.neutral):
-            raise UnsupportedField(f"{field.name} is not supported yet", field.name)
-        return value
-    return _CHECKS[field.kind](field, value, card, config)
-
-
-def _number(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise InvalidRequest(f"{field.name} must be a number", field.name)
-    _in_range(field, value, config)
-    return float(value)
-
-
-def _integer(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> int:
-    if type(value) is not int:
-        raise InvalidRequest(f"{field.name} must be an integer", field.name)
-    _in_range(field, value, config)
-    return value
-
-
-def _in_range(field: Field, value: float, config: RouterConfig) -> None:
-    high = getattr(config, field.limit) if field.limit else field.high
-    if field.low is not None and (value <= field.low if field.above else value < field.low):
-        raise InvalidRequest(f"{field.name} must be {'above' if field.above else 'at least'} {field.low}", field.name)
-    if high is not None and value > high:
-        raise InvalidRequest(f"{field.name} must be at most {high}", field.name)
-
-
-def _boolean(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> bool:
-    if type(value) is not bool:
-        raise InvalidRequest(f"{field.name} must be true or false", field.name)
-    return value
-
-
-def _string(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> str:
-    if type(value) is not str:
-        raise InvalidRequest(f"{field.name} must be a string", field.name)
-    return value
-
-
-def _stop(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> tuple[str, ...]:
-    stops = [value] if type(value) is str else value
-    if type(stops) is not list or any(type(stop) is not str for stop in stops):
-        raise InvalidRequest("stop must be a string or a list of strings", "stop")
-    if len(stops) > config.max_stop:
-        raise InvalidRequest(f"stop may list at most {config.max_stop} strings", "stop")
-    if any(not 0 < len(stop) <= config.max_stop_len for stop in stops):
-        raise InvalidRequest(f"a stop string must hold 1 to {config.max_stop_len} characters", "stop")
-    return tuple(dict.fromkeys(stops))
-
-
-def _stop_ids(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> tuple[int, ...]:
-    if type(value) is not list or len(value) > config.max_stop_ids:
-        raise InvalidRequest(f"{field.name} must be a list of at most {config.max_stop_ids} token ids", field.name)
-    check_ids(value, field.name, card)
-    return tuple(dict.fromkeys(value))
-
-
-def check_ids(ids: list[Any], name: str, card: ModelCard) -> None:
-    """Raises InvalidRequest unless all are ids of the model's vocabulary."""
-    if not ids:
-        return
-    if set(map(type, ids)) != {int}:
-        raise InvalidRequest(f"{name} must hold integers", name)
-    if min(ids) < 0 or max(ids) >= card.vocab_size:
-        raise InvalidRequest(f"{name} holds an id outside the vocabulary of {card.vocab_size}", name)
-
-
-def _logit_bias(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> dict[int, float]:
-    if type(value) is not dict:
-        raise InvalidRequest("logit_bias must be an object of token ids and numbers", "logit_bias")
-    bias = {}
-    for key, amount in value.items():
-        if not _DIGITS.fullmatch(key) or int(key) >= card.vocab_size:
-            raise InvalidRequest(f"logit_bias keys must be token ids below {card.vocab_size}", "logit_bias")
-        if type(amount) not in (int, float) or not -100 <= amount <= 100:
-            raise InvalidRequest("logit_bias values must be numbers from -100 to 100", "logit_bias")
-        bias[int(key)] = float(amount)
-    return bias
-
-
-def _stream_options(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> bool:
-    """Whether usage is wanted. Other options ask for nothing that we do."""
-    include = value.get("include_usage") if type(value) is dict else 0
-    if include is not None and type(include) is not bool:
-        raise InvalidRequest("stream_options must be an object; include_usage is true or false", "stream_options")
-    return bool(include)
-
-
-def _prompt(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> tuple[str | list[int], ...]:
-    if type(value) is str:
-        return (value,)
-    if type(value) is list and value:
-        kinds = set(map(type, value))
-        if kinds == {int}:
-            check_ids(value, "prompt", card)
-            return (value,)
-        if kinds == {str}:
-            return tuple(value)
-        if kinds == {list} and all(value):
-            for ids in value:
-                check_ids(ids, "prompt", card)
-            return tuple(value)
-    raise InvalidRequest("prompt must be text, token ids, or a list of either, and not empty", "prompt")
-
-
-def _messages(field: Field, value: Any, card: ModelCard, config: RouterConfig) -> list[Any]:
-    if type(value) is not list or not value:
-        raise InvalidRequest("messages must be a list that is not empty", "messages")
-    return value  # read by messages.py
-
-
-_CHECKS: dict[str, Callable[[Field, Any, ModelCard, RouterConfig], Any]] = {
-    "number": _number,
-    "integer": _integer,
-    "boolean": _boolean,
-    "string": _string,
-    "stop": _stop,
-    "stop_ids": _stop_ids,
-    "logit_bias": _logit_bias,
-    "stream_options": _stream_options,
-    "prompt": _prompt,
-    "messages": _messages,
-}
+def _salts(given: dict[str, Any], key: Key) -> tuple[str, ...]:
+    salts = (key.salt, given.get("cache_salt", ""))
+    return salts if any(salts) else ()

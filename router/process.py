@@ -78,7 +78,7 @@ async def route(config: Any, model_name: str | None = None) -> int:
     def greet(url: str) -> None:
         log.info("listening on %s", url)
         if model_name:
-            _greet(url, model_name)
+            _greet(url, model_name, needs_key=config.api_key_file is not None)
 
     stop, now = _told()
     await serve_router(config, ready=greet, stop=stop, now=now)
@@ -148,8 +148,10 @@ def _progress(console: Console, shown: Any) -> Callable[[dict[str, str]], None]:
     return tell
 
 
-def _greet(url: str, model_name: str) -> None:
+def _greet(url: str, model_name: str, needs_key: bool) -> None:
     body = {"model": model_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
     print(f"paceline serves {model_name} on {url}")
-    print(f"try:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'")
+    headers = ["Content-Type: application/json", *(["Authorization: Bearer KEY"] if needs_key else [])]
+    flags = " ".join(f"-H '{header}'" for header in headers)
+    print(f"try:\n  curl {url}/v1/chat/completions {flags} \\\n    -d '{json.dumps(body)}'")
     sys.stdout.flush()

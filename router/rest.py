@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -24,22 +24,32 @@ from paceline.proto.errors import (
     ModelNotFound,
     PacelineError,
     PayloadTooLarge,
+    Unauthenticated,
 )
+from paceline.proto.model import ModelCard
 from paceline.router import access, openai, shapes, tools
-from paceline.router.answer import Answer, retry_after
+from paceline.router.answer import Answer, ignored_header, retry_after
+from paceline.router.auth import Guard
 from paceline.router.config import RouterConfig
 from paceline.router.fields import CHAT, COMPLETIONS
 from paceline.router.limits import Deadlines, Gate, deadlines
 from paceline.router.metrics import Metrics
+from paceline.router.openai import Call
 from paceline.router.pool import Pool
 from paceline.router.service import Service
+from paceline.router.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.router")
+
+T = TypeVar("T")
+
+LARGE_BODY = 256 * 1024  # bytes; more is parsed off the event loop
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.-]+\+json)\s*(;.*)?", re.IGNORECASE)
 _ROUTES = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
 _RETRY = {"retry-after": "1"}
+_CHALLENGE = {"www-authenticate": "Bearer"}
 _MILLISECONDS = re.compile(r"[1-9][0-9]{0,9}")
 _TIMEOUTS = {
     "queue": "x-queue-timeout-ms",
@@ -48,21 +58,27 @@ _TIMEOUTS = {
 }
 
 
-def make_app(service: Service, pool: Pool, metrics: Metrics, config: RouterConfig) -> FastAPI:
+def make_app(service: Service, pool: Pool, metrics: Metrics, guard: Guard, config: RouterConfig) -> FastAPI:
     """The routes. Needs a server that tells of closed connections (`http.disconnect`), as uvicorn does."""
     app = FastAPI(title="paceline", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Entry, metrics=metrics, gate=service.gate)
+    app.add_middleware(Entry, metrics=metrics, gate=service.gate, guard=guard)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(PacelineError, _paceline_error)
     started = int(time.time())
+
+    async def asked(request: Request, make: Callable[[dict[str, Any]], T]) -> T:
+        """What the body says; a large one is looked at in a thread."""
+        raw = await _read(request, config.max_body_bytes)
+        return await Tokenizer.off_loop(len(raw), lambda: make(_parse_json(raw, config.max_body_values)), LARGE_BODY)
 
     async def complete(request: Request) -> Response:
         times = _deadlines(request, config)
         service.model  # noqa: B018  no replica yet: say so before reading a body
         service.check()
-        body = _parse_json(await _read(request, config.max_body_bytes))
-        call = openai.parse(_ROUTES[request.url.path], body, service.model.card, config)
-        return Answer(call, times, service, metrics, request.scope["state"]["request_id"])
+        route, card, key = _ROUTES[request.url.path], service.model.card, request.scope["state"]["key"]
+        call = await asked(request, lambda body: openai.parse(route, body, card, config, key))
+        request_id = request.scope["state"]["request_id"]
+        return Answer(call, times, service, metrics, request_id, config.ping_seconds)
 
     for path in _ROUTES:
         app.add_api_route(path, complete, methods=["POST"], response_model=None)
@@ -80,17 +96,26 @@ def make_app(service: Service, pool: Pool, metrics: Metrics, config: RouterConfi
             raise ModelNotFound(f"this model is not served; served: {card.name}", "model")
         return _json(200, orjson.dumps(shapes.models_body(card.name, started, card.max_model_len)))
 
+    async def prompt_of(request: Request) -> Call:
+        card, key = service.model.card, request.scope["state"]["key"]
+        return await asked(request, lambda body: tools.one_prompt(body, card, config, key))
+
     async def tokenize(request: Request) -> Response:
-        body = _parse_json(await _read(request, config.max_body_bytes))
-        ids = await tools.tokenize(service, body, config)
-        limit = service.model.card.max_model_len
-        return _json(200, orjson.dumps({"tokens": ids, "count": len(ids), "max_model_len": limit}))
+        call = await prompt_of(request)
+        _, ids = await tools.tokenize(service.model, call)
+        return _counted({}, ids, call, service.model.card)
+
+    async def render(request: Request) -> Response:
+        call = await prompt_of(request)
+        text, ids = await service.render(call)
+        return _counted({"prompt": text}, ids, call, service.model.card)
 
     async def detokenize(request: Request) -> Response:
-        body = _parse_json(await _read(request, config.max_body_bytes))
-        return _json(200, orjson.dumps({"prompt": await tools.detokenize(service, body)}))
+        body = await asked(request, lambda body: body)
+        return _json(200, orjson.dumps({"prompt": await tools.detokenize(service.model, body)}))
 
     app.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/render", render, methods=["POST"], response_model=None)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=None)
 
     @app.get("/version")
@@ -119,18 +144,20 @@ def make_app(service: Service, pool: Pool, metrics: Metrics, config: RouterConfi
 
 
 class Entry:
-    """Around every request: its id, in and out, and the count of answers. Plain ASGI, for it sees every chunk."""
+    """Around every request: its id, in and out, whose it is, and the count of answers. Plain ASGI, for it sees every
+    chunk, and paths that lead nowhere."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, gate: Gate):
+    def __init__(self, app: ASGIApp, metrics: Metrics, gate: Gate, guard: Guard):
         self._app = app
         self._metrics = metrics
         self._gate = gate
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        given = _header(scope, b"x-request-id") or ""
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
         access.begin(request_id)
@@ -145,9 +172,13 @@ class Entry:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
+        scope[CHUNKS] = send
         self._metrics.began()
         try:
+            scope["state"]["key"] = self._guard.admit(scope["path"], _header(scope, b"authorization"))
             await self._app(scope, receive, sending)
+        except Unauthenticated as error:
+            await _json(error.http_status, shapes.error_of(error), _CHALLENGE)(scope, receive, sending)
         except Exception:
             status = 500
             log.exception("request %s failed", request_id)
@@ -157,6 +188,10 @@ class Entry:
             route, seconds = _ROUTES.get(scope["path"], "other"), time.perf_counter() - began
             self._metrics.ended(route, status, seconds)
             access.end(getattr(scope.get("route"), "path", "other"), status, seconds)
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 def _deadlines(request: Request, config: RouterConfig) -> Deadlines:
@@ -176,7 +211,7 @@ def timeouts(header_of: Callable[[str], str | None]) -> dict[str, float]:
     return seconds
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int) -> bytearray:
     content_type = request.headers.get("content-type")
     if content_type and not _JSON_TYPE.fullmatch(content_type.strip()):
         raise HTTPException(415, "the content type must be application/json")
@@ -189,10 +224,13 @@ async def _read(request: Request, limit: int) -> bytes:
         body += chunk
         if len(body) > limit:
             raise too_large
-    return bytes(body)
+    return body
 
 
-def _parse_json(raw: bytes) -> dict[str, Any]:
+def _parse_json(raw: bytearray, max_values: int) -> dict[str, Any]:
+    # The parser holds up every thread until it is through. A list or a name takes it several times as long as an id.
+    if raw.count(b",") + 4 * (raw.count(b":") + raw.count(b"[")) > max_values:
+        raise PayloadTooLarge(f"the body may hold at most {max_values} values; lists and names count four times")
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -200,6 +238,11 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     return body
+
+
+def _counted(body: dict[str, Any], ids: list[int], call: Call, card: ModelCard) -> Response:
+    body |= {"tokens": ids, "count": len(ids), "max_model_len": card.max_model_len}
+    return _json(200, orjson.dumps(body), ignored_header(call))
 
 
 def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -21,13 +21,16 @@ from paceline.proto import inference_pb2_grpc
 from paceline.proto.errors import InternalError, PacelineError
 from paceline.router import access, openai, rpc_shapes, tools
 from paceline.router.answer import FAIL_WAIT
+from paceline.router.auth import Guard
 from paceline.router.config import RouterConfig
 from paceline.router.generation import Generation
+from paceline.router.keys import NOBODY, Key
 from paceline.router.limits import deadlines
 from paceline.router.metrics import Metrics
-from paceline.router.rest import REQUEST_ID, timeouts
+from paceline.router.rest import LARGE_BODY, REQUEST_ID, timeouts
 from paceline.router.rpc_errors import status_of
 from paceline.router.service import Service
+from paceline.router.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.router")
 
@@ -35,7 +38,9 @@ T = TypeVar("T")
 
 
 class Visit:
-    """One call of a client. ``num_emitted``: tokens of messages that have gone out."""
+    """One call of a client, and whose it is. ``num_emitted``: tokens of messages that have gone out."""
+
+    key: Key = NOBODY
 
     def __init__(self, method: str, context: ServicerContext):
         self.metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
@@ -48,10 +53,11 @@ class Visit:
 
 
 class Front:
-    """Around every call: its id, in and out, the count of answers, and errors as statuses."""
+    """Around every call: its id, in and out, whose it is, the count of answers, and errors as statuses."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, guard: Guard):
         self.metrics = metrics
+        self._guard = guard
 
     async def visit(self, method: str, context: ServicerContext, work: Callable[[Visit], Awaitable[T]]) -> T:
         visit = Visit(method, context)
@@ -61,6 +67,7 @@ class Front:
         http_status = 499  # unless it ends, the client was gone
         self.metrics.began()
         try:
+            visit.key = self._guard.admit(method, visit.metadata.get("authorization"))
             answer = await work(visit)
             http_status = 200
             return answer
@@ -112,19 +119,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
         async def tokenize(visit: Visit) -> pb.TokenizeResponse:
-            _, body = rpc_shapes.prompt_of(request)
-            if request.HasField("add_special_tokens"):
-                body["add_special_tokens"] = request.add_special_tokens
-            ids = await tools.tokenize(self._service, body, self._config)
-            limit = self._service.model.card.max_model_len
-            return pb.TokenizeResponse(token_ids=ids, count=len(ids), max_model_len=limit)
+            model, config = self._service.model, self._config
+            call = await Tokenizer.off_loop(
+                request.ByteSize(),
+                lambda: tools.one_prompt(rpc_shapes.prompt_of(request)[1], model.card, config, visit.key),
+                LARGE_BODY,
+            )
+            text, ids = await tools.tokenize(model, call)
+            limit = model.card.max_model_len
+            return pb.TokenizeResponse(token_ids=ids, count=len(ids), max_model_len=limit, prompt=text)
 
         return await self._front.visit("Tokenize", context, tokenize)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: ServicerContext) -> pb.DetokenizeResponse:
         async def detokenize(visit: Visit) -> pb.DetokenizeResponse:
+            rpc_shapes.check_num_ids(request.token_ids, "tokens", self._config)
             body = {"model": request.model or None, "tokens": list(request.token_ids)}
-            return pb.DetokenizeResponse(text=await tools.detokenize(self._service, body))
+            return pb.DetokenizeResponse(text=await tools.detokenize(self._service.model, body))
 
         return await self._front.visit("Detokenize", context, detokenize)
 
@@ -155,7 +166,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 else:
                     self._metrics.first_text(visit.method, now - last)
                 last = now
-                message = pb.StreamGenerateResponse(prompt=prompt, choices=map(shape.piece, batch))
+                choices = [shape.piece(delta) for delta in batch]  # before the prompt, which the first one may complete
+                message = pb.StreamGenerateResponse(prompt=prompt, choices=choices)
                 await visit.context.write(message)
                 visit.num_emitted, prompt = generation.num_generated, None
             usage = await generation.usage()
@@ -163,7 +175,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._metrics.finished(usage)
             await visit.context.write(pb.StreamGenerateResponse(usage=rpc_shapes.usage_of(usage)))
 
-    def _open(self, spec: pb.GenerationSpec, visit: Visit) -> AbstractAsyncContextManager[Generation]:
+    @asynccontextmanager
+    async def _open(self, spec: pb.GenerationSpec, visit: Visit) -> AsyncIterator[Generation]:
         """Refused before the prompt is looked at if there is no room, and never longer than the client waits."""
         model = self._service.model
         self._service.check()
@@ -172,7 +185,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if remaining is not None:
             seconds["request"] = min(remaining, seconds.get("request", remaining))
         until = deadlines(self._config, time.time(), **seconds)
-        return self._service.open(rpc_shapes.call_of(spec, model.card, self._config), until)
+        call = await Tokenizer.off_loop(
+            spec.ByteSize(), lambda: rpc_shapes.call_of(spec, model.card, self._config, visit.key), LARGE_BODY
+        )
+        async with self._service.open(call, until) as generation:
+            yield generation
 
 
 def _shape(spec: pb.GenerationSpec, generation: Generation) -> rpc_shapes.Shape:

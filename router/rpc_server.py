@@ -1,4 +1,4 @@
-"""The gRPC port: options, TLS, health and reflection around the services of `rpc.py`.
+"""The gRPC port: options, TLS, keys, health and reflection around the services of `rpc.py`.
 
 Health follows the standard protocol. The empty name says that the process lives; each service's own name says whether a
 request would be taken now, and turns before the server stops.
@@ -16,9 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.proto import inference_pb2, inference_pb2_grpc
 from paceline.proto.errors import StartupError
+from paceline.router.auth import Guard
 from paceline.router.config import RouterConfig
 from paceline.router.metrics import Metrics
 from paceline.router.rpc import Front, InferenceService, ModelService
+from paceline.router.rpc_auth import KeyCheck
 from paceline.router.service import Service
 
 log = logging.getLogger("paceline.router")
@@ -45,14 +47,19 @@ def options(config: RouterConfig) -> list[tuple[str, int]]:
 
 @asynccontextmanager
 async def serving(
-    service: Service, metrics: Metrics, config: RouterConfig, accepting: Callable[[], bool], grace: float
+    service: Service,
+    metrics: Metrics,
+    guard: Guard,
+    config: RouterConfig,
+    accepting: Callable[[], bool],
+    grace: float,
 ) -> AsyncIterator[None]:
     """Serves inside the block; then nothing new is taken, and what runs has ``grace`` seconds.
 
     ``accepting`` says whether a request would be taken now. Raises StartupError if the address cannot be bound.
     """
-    server = grpc.aio.server(options=options(config))
-    front = Front(metrics)
+    front = Front(metrics, guard)
+    server = grpc.aio.server(interceptors=[KeyCheck(guard, front)], options=options(config))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(service, front, config), server)
     inference_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(service, front), server)
     checks = health.aio.HealthServicer()

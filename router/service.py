@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+import msgspec
+
 from paceline.proto import hashing
 from paceline.proto.errors import (
     Cancelled,
@@ -35,6 +37,7 @@ from paceline.router.limits import Deadlines, Gate
 from paceline.router.mailbox import Mailbox
 from paceline.router.openai import Call
 from paceline.router.pool import Pool
+from paceline.router.structured import Structures
 from paceline.router.tokenizer import Tokenizer
 
 END_SLACK = 1.0  # seconds by which a replica's own word on a deadline may be late
@@ -52,12 +55,40 @@ class Model:
         self.chat = Chat(template, card.template_tokens, self.tokenizer) if template else None
         if self.chat:
             self.tokenizer.prepare_guard()
-        self.hash_root = hashing.root_of(card)
+        self.structures = Structures(card)
 
-    def encode_chat(self, call: Call) -> list[int]:
+    def encode(self, call: Call) -> list[list[int]]:
+        """All ids of each prompt. Pure, and long for a long text."""
+        if call.route == CHAT:
+            turns = call.messages, call.add_generation_prompt, call.continue_final, call.template_kwargs
+            return [self._chat.encode(*turns)]
+        add = call.add_special_tokens
+        return [self.tokenizer.encode(p, add) if isinstance(p, str) else p for p in call.prompts]
+
+    def text_of(self, call: Call) -> str:
+        """The first prompt: what was sent, or what the template makes of the messages."""
+        if call.route == CHAT:
+            turns = call.messages, call.add_generation_prompt, call.continue_final, call.template_kwargs
+            return self._chat.render(*turns)
+        prompt = call.prompts[0]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def cut(self, ids: list[int], call: Call) -> list[int]:
+        """The last ids, as many as the call wants to keep; the token that begins texts stays their first."""
+        keep = call.truncate
+        if keep == -1:
+            keep = self.card.max_model_len - (1 if call.params.max_tokens is None else call.params.max_tokens)
+        if keep is None or keep < 1 or len(ids) <= keep:
+            return ids
+        if ids[0] == self.card.bos_id:
+            return [ids[0], *ids[len(ids) - keep + 1 :]]
+        return ids[-keep:]
+
+    @property
+    def _chat(self) -> Chat:
         if self.chat is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        return self.chat.encode(call.messages)
+        return self.chat
 
 
 class Service:
@@ -113,6 +144,15 @@ class Service:
         for generation in self._open:
             generation.cut(error)
 
+    async def render(self, call: Call) -> tuple[str, list[int]]:
+        """The first prompt of a call, as text and as the ids of which a generation would compute it.
+
+        Raises what `open` raises for what cannot be asked of this model.
+        """
+        model = self.model
+        await _with_grammar(model, call)
+        return await model.tokenizer.off_loop(call.prompt_size, lambda: _rendered(model, call))
+
     @asynccontextmanager
     async def open(self, call: Call, deadlines: Deadlines | None = None) -> AsyncIterator[Generation]:
         """A generation that a replica has accepted. Leaving the block aborts what still runs, whatever the reason.
@@ -154,7 +194,8 @@ class Service:
         generation: Generation | None = None
         try:
             async with asyncio.timeout_at(until and until + offset) as clock:
-                requests = await model.tokenizer.off_loop(_size(call), lambda: _requests(model, call, deadlines))
+                call = await _with_grammar(model, call)
+                requests = await model.tokenizer.off_loop(call.prompt_size, lambda: _requests(model, call, deadlines))
                 mailbox = Mailbox(
                     config.max_unread_tokens, config.max_unread_bytes, config.slow_reader_seconds, too_slow
                 )
@@ -176,19 +217,27 @@ class Service:
                     self._on_move(generation.moves)
 
 
-def _size(call: Call) -> int:
-    """Characters and ids to work through."""
-    return sum(map(len, call.prompts)) + sum(len(message.content) for message in call.messages)
+async def _with_grammar(model: Model, call: Call) -> Call:
+    """The call with its structure compiled. Raises InvalidRequest for one that makes no grammar."""
+    if call.structure is None:
+        return call
+    grammar = await model.structures.compile(call.structure)
+    return msgspec.structs.replace(call, params=msgspec.structs.replace(call.params, grammar=grammar))
+
+
+def _rendered(model: Model, call: Call) -> tuple[str, list[int]]:
+    whole = model.encode(call)[0]
+    ids = model.cut(whole, call)
+    _check_context([ids], call, model.card)
+    return (model.text_of(call) if len(ids) == len(whole) else model.tokenizer.decode(ids)), ids
 
 
 def _requests(model: Model, call: Call, deadlines: Deadlines) -> list[Request]:
     """One per prompt; pure, and in a thread if there is much to tokenize and to hash."""
-    tokenizer, card = model.tokenizer, model.card
-    if call.route == CHAT:
-        prompts = [model.encode_chat(call)]
-    else:
-        prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in call.prompts]
+    card = model.card
+    prompts = [model.cut(ids, call) for ids in model.encode(call)]
     _check_context(prompts, call, card)
+    root = hashing.root_of(card, salts=call.salts)
     # Not the client's request id: two calls may carry the same one.
     name = secrets.token_hex(12)
     return [
@@ -196,31 +245,32 @@ def _requests(model: Model, call: Call, deadlines: Deadlines) -> list[Request]:
             request_id=f"{name}-{at}",
             prompt_ids=ids,
             params=call.params,
+            tenant=call.tenant,
             priority=call.priority,
             queue_deadline=deadlines.queue,
             first_token_deadline=deadlines.first_token,
             deadline=deadlines.end,
-            cache_root=model.hash_root,
-            block_hashes=hashing.prompt_hashes(model.hash_root, ids, card.block_size),
+            cache_root=root,
+            block_hashes=hashing.prompt_hashes(root, ids, card.block_size),
         )
         for at, ids in enumerate(prompts)
     ]
 
 
 def _check_context(prompts: list[list[int]], call: Call, card: ModelCard) -> None:
-    """Refuses, never truncates: each prompt must leave room for max_tokens, or for one token if that is not given."""
-    limit, asked = card.max_model_len, call.params.max_tokens
+    """Each prompt must leave room for max_tokens, or for min_tokens and one token at least if that is not given."""
+    limit, most, least = card.max_model_len, call.params.max_tokens, call.params.min_tokens
     for ids in prompts:
         num = len(ids)
         if num == 0:
             raise InvalidRequest("the prompt holds no tokens", "prompt")
-        if num >= limit:
+        if num + (1 if most is None else min(1, most)) > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {num} tokens; the context of {limit} tokens leaves no room to answer",
                 "messages" if call.route == CHAT else "prompt",
             )
-        if asked is not None and num + asked > limit:
+        name, asked = ("min_tokens", least) if most is None else ("max_tokens", most)
+        if num + asked > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {num} tokens and max_tokens asks for {asked}; the context is {limit} tokens",
-                "max_tokens",
+                f"the prompt has {num} tokens and {name} asks for {asked}; the context is {limit} tokens", name
             )

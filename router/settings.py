@@ -18,6 +18,7 @@ import yaml
 from paceline.cluster.config import ClusterConfig, ReplicaConfig
 from paceline.proto import logs
 from paceline.proto.errors import StartupError
+from paceline.router.auth import OPENABLE
 from paceline.router.config import RouterConfig
 from paceline.worker.config import RankConfig
 
@@ -70,8 +71,9 @@ class Setting:
 
     def parse(self, value: Any, where: str) -> Any:
         """From text, or from what YAML made of it. Raises StartupError that says where the value stood."""
-        if self.type == tuple[str, ...] and isinstance(value, str):
-            value = [part.strip() for part in value.split(",") if part.strip()]
+        if self.type == tuple[str, ...] and isinstance(value, (str, list)):
+            texts = [value] if isinstance(value, str) else value
+            value = [part.strip() for text in texts for part in str(text).split(",") if part.strip()]
         if self.choices and value not in self.choices:
             raise StartupError(f"{where}: {value!r} is none of {', '.join(self.choices)}")
         try:
@@ -133,6 +135,14 @@ SETTINGS: tuple[Setting, ...] = (
     _row(SERVER, "ssl_keyfile", "Its private key (PEM).", "router.ssl_keyfile"),
     _row(SERVER, "ssl_ca_certs", "Only clients with a certificate of these authorities (PEM) may connect.",
          "router.ssl_ca_certs"),
+    _row(SERVER, "api_key_file", "YAML list of who may ask, read again when it changes; `paceline keys new` writes it.",
+         "router.api_key_file", shown="everybody may"),
+    _row(SERVER, "open_routes", f"Routes that need no key, with commas between: any of {', '.join(OPENABLE)}.",
+         "router.open_routes", shown="only /health/live"),
+    _row(SERVER, "strict", "Refuse requests with fields that nothing reads, instead of naming them in a header.",
+         "router.strict"),
+    _row(SERVER, "ping_seconds", "Seconds between comments in a stream whose first token is not there yet. 0: none.",
+         "router.ping_seconds", least=0),
 
     _row(LIMITS, "max_waiting_requests", "Requests that may wait in a replica; more are 429. 0: no limit.",
          "replica.max_waiting_requests", least=0),
@@ -146,6 +156,18 @@ SETTINGS: tuple[Setting, ...] = (
          least=0),
     _row(LIMITS, "drain_seconds", "Seconds that running requests have to finish once a stop was asked for.",
          "router.drain_seconds", "replica.drain_seconds", least=0),
+    _row(LIMITS, "max_body_bytes", "Largest body of an HTTP request; more is 413.", "router.max_body_bytes", least=1),
+    _row(LIMITS, "max_body_values", "Values in one body, such as ids and members of objects.", "router.max_body_values",
+         least=1),
+    _row(LIMITS, "max_n", "Choices per prompt that a request may ask for.", "router.max_n", least=1),
+    _row(LIMITS, "max_prompts", "Prompts in one request.", "router.max_prompts", least=1),
+    _row(LIMITS, "max_choices", "Choices in one request: prompts times n.", "router.max_choices", least=1),
+    _row(LIMITS, "max_logprobs", "Best tokens beside each that a request may ask for.", "router.max_logprobs", least=0),
+    _row(LIMITS, "max_stop", "Stop strings in one request.", "router.max_stop", least=0),
+    _row(LIMITS, "max_stop_len", "Characters of one stop string.", "router.max_stop_len", least=1),
+    _row(LIMITS, "max_stop_ids", "Stop ids in one request.", "router.max_stop_ids", least=0),
+    _row(LIMITS, "max_logit_bias", "Entries of logit_bias.", "router.max_logit_bias", least=0),
+    _row(LIMITS, "max_salt_len", "Characters of cache_salt.", "router.max_salt_len", least=1),
 
     _row(ENGINE, "max_num_seqs", "Sequences that run at once.", "rank.max_num_seqs", least=1),
     _row(ENGINE, "max_num_batched_tokens",

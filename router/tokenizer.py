@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -29,7 +29,8 @@ class Tokenizer:
 
     Attributes: ``vocab_size`` (ids that the model can emit), ``special_ids`` (never shown as text), ``special_strings``
     (how control tokens are written, longest first), ``text_bytes`` (per id what it adds to the text: nothing for
-    special ids) and ``leading_space`` (SentencePiece: a text of its own loses the space before its first word).
+    special ids), ``written_bytes`` (the same, control tokens as they are written) and ``leading_space`` (SentencePiece:
+    a text of its own loses the space before its first word).
     """
 
     def __init__(self, card: ModelCard):
@@ -66,6 +67,7 @@ class Tokenizer:
             else:
                 self._bytes[id] = self._tokenizer.decode([id], skip_special_tokens=False).encode()
         self.text_bytes = [b"" if id in controls else raw for id, raw in enumerate(self._bytes)]
+        self.written_bytes: Sequence[bytes] = self._bytes
 
     def token_bytes(self, id: int) -> bytes:
         """What the id stands for, control tokens by their written form; a part of a character is possible."""
@@ -102,9 +104,9 @@ class Tokenizer:
         _ = self._aliased
 
     @staticmethod
-    async def off_loop(size: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` here if ``size`` characters are few, else in a thread, where the loop goes on."""
-        return work() if size <= LARGE_TEXT else await asyncio.to_thread(work)
+    async def off_loop(size: int, work: Callable[[], T], large: int = LARGE_TEXT) -> T:
+        """Runs ``work`` here unless ``size`` is over ``large``: then in a thread, while the loop goes on."""
+        return work() if size <= large else await asyncio.to_thread(work)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         bos = self._bos_id

@@ -72,12 +72,31 @@ def encode(text: str) -> list[int]:
     return tokenizers.Tokenizer.from_str(tiny_tokenizer_json()).encode(text).ids
 
 
+def prompt_logprobs_of(request: Request) -> list[TokenLogprobs]:
+    """What FakeReplica tells of a prompt: an id's place times -1/64, which is exact on the wire. The best are the id
+    itself and those after it, each 0.5 less."""
+    num_tops = request.params.prompt_logprobs
+    if num_tops is None:
+        return []
+    return [
+        TokenLogprobs(
+            -place / 64, [id + top for top in range(num_tops)], [-place / 64 - top / 2 for top in range(num_tops)]
+        )
+        for place, id in enumerate(request.prompt_ids)
+        if place
+    ]
+
+
 @dataclasses.dataclass
 class Running:
     request: Request
     scripts: list[list[int]]  # ids per choice, the eos among them
     sent: list[int]  # ids sent per choice
     open: set[int]
+    prompt: list[TokenLogprobs]  # not sent yet
+
+
+PROMPT_CHUNK = 4
 
 
 class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
@@ -87,7 +106,11 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     if they run out. Options: ``delay`` seconds per step; ``stall_at`` / ``die_at`` / ``duplicate_at`` / ``skip_at`` /
     ``fail_at`` (with ``fail_code``): what happens when any choice is to send its id of that number; ``reject``: the
     answer to every submission; ``max_num_seqs`` / ``max_waiting_requests``: what it says it takes; ``silent``: no
-    heartbeats; ``hold``: nothing is accepted until ``release`` is called.
+    heartbeats; ``hold``: nothing is accepted until ``release`` is called; ``short_prompt``: of the prompt's log
+    probabilities the last one is left out.
+
+    Log probabilities of the prompt come in chunks of ``PROMPT_CHUNK``, a step each. No end and no stop id ends a choice
+    before ``min_tokens``.
     """
 
     def __init__(
@@ -113,6 +136,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         per_frame: int = 1,
         max_num_seqs: int = 0,
         max_waiting_requests: int = 0,
+        short_prompt: bool = False,
     ):
         self.card = card or tiny_card()
         ids = [*encode(text), self.card.eos_ids[0]]
@@ -121,7 +145,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.stall_at, self.die_at, self.fail_at = stall_at, die_at, fail_at
         self.fail_code = fail_code
         self.duplicate_at, self.skip_at = duplicate_at, skip_at
-        self.silent, self.per_frame = silent, per_frame
+        self.silent, self.per_frame, self.short_prompt = silent, per_frame, short_prompt
         self.max_num_seqs, self.max_waiting_requests = max_num_seqs, max_waiting_requests
         self.load = load or ReplicaLoad(blocks_total=100)
         self.ranks = ranks
@@ -222,7 +246,10 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             return
         n = request.params.n
         scripts = [list(self.script(request, choice)) for choice in range(n)]
-        self.running[handle] = Running(request, scripts, [0] * n, set(range(n)))
+        prompt = prompt_logprobs_of(request)
+        self.running[handle] = Running(
+            request, scripts, [0] * n, set(range(n)), prompt[: -1 if self.short_prompt else None]
+        )
         accepted = replica_pb2.Accepted(handle=handle)
         await self._write(context, lock, replica_pb2.AttachResponse(accepted=accepted))
         work.set()
@@ -260,18 +287,32 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def _next(self, handle: int, running: Running, choice: int) -> TokenDelta | None:
         at, params = running.sent[choice], running.request.params
+        prompt_logprobs = None
+        if running.prompt:
+            if choice:
+                return None
+            prompt_logprobs, running.prompt = running.prompt[:PROMPT_CHUNK], running.prompt[PROMPT_CHUNK:]
+            if running.prompt:
+                return TokenDelta(
+                    request_id=running.request.request_id,
+                    choice=0,
+                    offset=0,
+                    ids=[],
+                    prompt_logprobs=prompt_logprobs,
+                )
         if at == self.die_at:
             await self.stop()
         if at == self.stall_at:
             return None
         script = running.scripts[choice]
-        ids, reason = [], None
+        ids, reason = [], FINISH_LENGTH if params.max_tokens == 0 else None
         while len(ids) < self.per_frame and reason is None:
             id = script[(at + len(ids)) % len(script)]
             ids.append(id)
             if params.max_tokens is not None and at + len(ids) >= params.max_tokens:
                 reason = FINISH_LENGTH
-            if not params.ignore_eos and (id in self.card.eos_ids or id in params.stop_ids):
+            ends = id in params.stop_ids or (id in self.card.eos_ids and not params.ignore_eos)
+            if ends and at + len(ids) > params.min_tokens:
                 reason = FINISH_STOP
         if at == self.fail_at:
             ids, reason = [], FINISH_ERROR
@@ -293,6 +334,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             offset=offset,
             ids=ids,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             usage=usage,
             error="a row failed" if reason == FINISH_ERROR else None,

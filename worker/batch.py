@@ -13,8 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.proto.step import NULL_BLOCK, TAKE_NONE, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan
+from paceline.proto.step import NULL_BLOCK, TAKE_PROMPT_LOGPROBS, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan
 from paceline.worker.table import SlotTable, column
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt ids whose log-probabilities are wanted, each by the token before it. One entry an id, row by row."""
+
+    rows: np.ndarray  # [ids] batch row
+    counts: np.ndarray  # [ids] how many are wanted beside it
+    tokens: torch.Tensor  # [ids] int64, index of the token before
+    ids: torch.Tensor  # [ids] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class Batch:
     write_to: torch.Tensor  # [groups, tokens] int64, block * block_size + offset; unwritten: the null block's
     samples: np.ndarray  # [draws] batch rows that draw an id
     last_tokens: torch.Tensor  # [draws] int64, index of the drawing row's last token
+    scored: Scored | None
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +84,8 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     written = table.block_table[:, token_slots, positions // block_size]  # [groups, tokens]
     block = np.where(writes, written, NULL_BLOCK).astype(np.int64)
     takes = column(plan.chunk_takes)[order]
-    assert np.isin(takes, (TAKE_NONE, TAKE_SAMPLE)).all(), "this version draws ids and takes nothing else"
-    samples = np.flatnonzero(takes == TAKE_SAMPLE)
+    assert not (takes & ~(TAKE_SAMPLE | TAKE_PROMPT_LOGPROBS)).any(), "this version takes ids and log-probabilities"
+    samples = np.flatnonzero(takes & TAKE_SAMPLE)
 
     num_blocks = -(-int((starts + lengths).max(initial=0)) // block_size)
     device_positions = table.on_device(positions)
@@ -90,4 +101,25 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
         write_to=table.on_device(block * block_size + positions % block_size),
         samples=samples,
         last_tokens=table.on_device(ends[samples] - 1),
+        scored=_scored(np.flatnonzero(takes & TAKE_PROMPT_LOGPROBS), slots, starts, lengths, table),
+    )
+
+
+def _scored(
+    rows: np.ndarray, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, table: SlotTable
+) -> Scored | None:
+    """Of the batch rows ``rows``; None where no prompt id follows their tokens."""
+    records = table.slots[slots[rows]]
+    num_ids = np.clip(records["num_prompt"] - 1 - starts[rows], 0, lengths[rows])
+    if not num_ids.any():
+        return None
+    nth = np.arange(num_ids.sum()) - np.repeat(np.cumsum(num_ids) - num_ids, num_ids)
+    positions = np.repeat(starts[rows], num_ids) + nth + 1
+    first_tokens = (np.cumsum(lengths) - lengths)[rows]
+    wanted = np.repeat(rows, num_ids)
+    return Scored(
+        rows=wanted,
+        counts=np.repeat(records["prompt_logprobs"], num_ids),
+        tokens=table.on_device(np.repeat(first_tokens, num_ids) + nth),
+        ids=table.token_ids[table.on_device(slots[wanted]), table.on_device(positions)].long(),
     )

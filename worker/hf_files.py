@@ -104,8 +104,9 @@ def _read_template(folder: Path, settings: Json) -> str | None:
 
 
 def _text(value: Any) -> str | None:
-    """A token is written as a string or as an object with its content."""
-    return value.get("content") if isinstance(value, dict) else value
+    """A token is written as a string or as an object with its content; ``add_bos_token`` is none, but true or false."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

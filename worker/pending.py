@@ -2,13 +2,31 @@
 
 import time
 from array import array
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
+from paceline.proto.request import TokenLogprobs
 from paceline.proto.step import StepPlan, StepResult, column
 from paceline.worker.batch import Batch
-from paceline.worker.sampler import Drawn, Logprobs
+from paceline.worker.logprobs import Logprobs
+from paceline.worker.pinned import enqueued_event
+from paceline.worker.sampler import Drawn
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step left on the device. ``drawn`` is None where no row draws, and on ranks that do not sample.
+
+    prompt_logprobs: by batch row. faults: by draw, what is known before the ids are.
+    """
+
+    batch: Batch
+    drawn: Drawn | None = None
+    prompt_logprobs: Logprobs | None = None
+    faults: dict[int, str] = field(default_factory=dict)
 
 
 class PendingStep:
@@ -18,15 +36,12 @@ class PendingStep:
     point: a later step that is enqueued before somebody asks for this result does not delay it.
     """
 
-    def __init__(self, plan: StepPlan, batch: Batch, drawn: Drawn | None, seconds: float = 0.0):
-        """``drawn``: None where no row draws, or another rank does. ``seconds``: spent on the step so far."""
-        self._plan, self._batch, self._seconds = plan, batch, seconds
-        self._event: torch.cuda.Event | None = None
-        self._drawn = drawn
-        if batch.ids.is_cuda:
-            self._drawn = None if drawn is None else _to_host(drawn)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def __init__(self, plan: StepPlan, outcome: Outcome, seconds: float = 0.0):
+        """``seconds``: spent on the step so far."""
+        self._plan, self._outcome, self._seconds = plan, outcome, seconds
+        self._drawn = outcome.drawn and outcome.drawn.pinned()
+        self._prompt_logprobs = outcome.prompt_logprobs and outcome.prompt_logprobs.pinned()
+        self._event = enqueued_event(outcome.batch.ids)
 
     def is_done(self) -> bool:
         """Whether ``result`` would return without waiting."""
@@ -40,39 +55,36 @@ class PendingStep:
         began = time.perf_counter()
         if self._event is not None:
             self._event.synchronize()
-        rows = len(self._plan.chunk_slots)
-        num_ids, ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        logprobs, faults = {}, {}
+        batch, plan_rows = self._outcome.batch, self._outcome.batch.order
+        num_ids, ids = np.zeros(len(plan_rows), np.int32), np.zeros(len(plan_rows), np.int32)
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        faults: dict[int, str] = {}
+        if self._prompt_logprobs is not None:
+            told = self._prompt_logprobs.by_row()
+            prompt_logprobs = {int(plan_rows[row]): tokens for row, tokens in told.items()}
+            broken = self._prompt_logprobs.rows[~np.isfinite(self._prompt_logprobs.own.numpy())]
+            faults = {int(row): NOT_FINITE for row in plan_rows[broken]}
         if self._drawn is not None:
-            plan_rows = self._batch.order[self._batch.samples]
-            fine = np.isfinite(self._drawn.peaks.numpy())
-            num_ids[plan_rows] = fine
-            ids[plan_rows] = self._drawn.ids.numpy()
-            faults = {int(row): "the model's logits are not finite" for row in plan_rows[~fine]}
+            drawing = plan_rows[batch.samples]
+            faults |= {int(drawing[draw]): text for draw, text in self._outcome.faults.items()}
+            faults |= {int(row): NOT_FINITE for row in drawing[~np.isfinite(self._drawn.peaks.numpy())]}
+            num_ids[drawing] = 1
+            num_ids[list(faults)] = 0
+            ids[drawing] = self._drawn.ids.numpy()
             if self._drawn.logprobs is not None:
-                told = self._drawn.logprobs.by_draw()
-                logprobs = {int(plan_rows[draw]): [token] for draw, token in told.items() if fine[draw]}
+                told = self._drawn.logprobs.by_row()
+                logprobs = {int(drawing[draw]): tokens for draw, tokens in told.items() if num_ids[drawing[draw]]}
         return StepResult(
             step_id=self._plan.step_id,
             epochs=self._plan.chunk_epochs,
             num_ids=_array(num_ids),
             ids=_array(ids[num_ids > 0]),
             logprobs=logprobs,
+            prompt_logprobs={row: tokens for row, tokens in prompt_logprobs.items() if row not in faults},
             faults=faults,
             model_seconds=self._seconds + time.perf_counter() - began,
         )
-
-
-def _to_host(drawn: Drawn) -> Drawn:
-    """Copies that are enqueued, not yet done."""
-    told = drawn.logprobs
-    if told is not None:
-        told = Logprobs(told.rows, told.counts, _pinned(told.drawn), _pinned(told.top_ids), _pinned(told.top))
-    return Drawn(_pinned(drawn.ids), _pinned(drawn.peaks), told)
-
-
-def _pinned(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _array(values: np.ndarray) -> array:

@@ -26,6 +26,7 @@ from paceline.worker.card import make_card
 from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.dump import DumpHeader, write_dump
+from paceline.worker.grammar import Grammars
 from paceline.worker.kv_cache import KVCache, bytes_per_token
 from paceline.worker.kv_groups import kv_groups
 from paceline.worker.loader import load_weights, weight_bytes
@@ -102,8 +103,8 @@ class Rank:
         self._plans.append(plan)
         began = time.perf_counter()
         try:
-            batch, drawn = self.runner.run(plan)
-            return PendingStep(plan, batch, drawn, time.perf_counter() - began)
+            outcome = self.runner.run(plan)
+            return PendingStep(plan, outcome, time.perf_counter() - began)
         except Exception as error:
             self._dump(error)
             raise
@@ -190,8 +191,12 @@ class Rank:
                 max_model_len=max_model_len,
                 block_size=config.block_size,
             )
+            beside = self.device.type == "cuda"
+            samples = self.groups.place.samples
+            grammars = Grammars(self.card, torch.get_num_threads(), beside) if samples else None
         self.memory = Memory(held_bytes, block_bytes, num_blocks, paging, max_model_len)
-        self.runner = Runner(model, cache, backend, Sampler(self.card.vocab_size), table, self.groups)
+        sampler = Sampler(self.card.vocab_size, self.card.eos_ids)
+        self.runner = Runner(model, cache, backend, sampler, table, self.groups, grammars)
         with self._phase("warm-up"):
             self._warm_up()
 
@@ -203,7 +208,7 @@ class Rank:
         longest = min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)
         for rows, length in ((1, longest), (1, 1), (self.config.max_num_seqs, 1)):
             plan = warm_up_plan(rows, length)
-            PendingStep(plan, *self.runner.run(plan)).result()
+            PendingStep(plan, self.runner.run(plan)).result()
             self.runner.run(StepPlan(step_id=0, releases=plan.chunk_slots))
 
     @contextmanager

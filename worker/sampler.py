@@ -2,8 +2,11 @@
 
 Noise is a hash of (seed, choice, position of the drawn id, vocabulary id), so neither batch, chunking, preemption nor
 replica can change what a request draws. An id is drawn by the Gumbel-max trick: the largest of logit / temperature -
-log(E), with E exponential noise, falls on each id with its softmax probability. Order of the steps: repetition,
-frequency and presence penalties, logit bias, temperature, top-k, top-p (of what top-k left), min-p.
+log(E), with E exponential noise, falls on each id with its softmax probability.
+
+Order of the steps: repetition, frequency and presence penalties, logit bias, no end before min_tokens, the grammar's
+mask (which wins over the ban where it allows ends alone), temperature, top-k, top-p (of what top-k left), min-p. So
+the filters choose among ids that are allowed. Log-probabilities are of the logits before all of this.
 """
 
 from dataclasses import dataclass
@@ -11,28 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.proto.request import TokenLogprobs
+from paceline.worker.logprobs import Logprobs
+from paceline.worker.masks import Masks
 from paceline.worker.noise import log_exponential, row_keys
+from paceline.worker.pinned import pinned_copy
 from paceline.worker.table import NO_LOGPROBS, SlotTable
 
 _CANDIDATES = (256, 4096)  # top-p looks at so many of the largest logits before it looks at all
 _PIECE = 1 << 16  # elements per pass over the whole vocabulary on a CPU: stays in its cache, twice as fast
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """For the draws ``rows``: log-probability of the drawn id [n], and the largest ones, sorted, [n, k]."""
-
-    rows: np.ndarray  # [n] index among the step's draws
-    counts: np.ndarray  # [n] how many of the k each row asked for
-    drawn: torch.Tensor
-    top_ids: torch.Tensor
-    top: torch.Tensor
-
-    def by_draw(self) -> dict[int, TokenLogprobs]:
-        drawn, top_ids, top = self.drawn.tolist(), self.top_ids.tolist(), self.top.tolist()
-        told = zip(self.rows.tolist(), self.counts.tolist(), drawn, top_ids, top, strict=True)
-        return {row: TokenLogprobs(value, ids[:k], values[:k]) for row, k, value, ids, values in told}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +30,56 @@ class Drawn:
 
     ids: torch.Tensor  # [draws] int64
     peaks: torch.Tensor  # [draws] largest raw logit; not finite where the row's logits are broken
-    logprobs: Logprobs | None
+    logprobs: Logprobs | None  # by draw, of those that asked
+
+    def pinned(self) -> "Drawn":
+        """On the host once what is enqueued now is done."""
+        return Drawn(pinned_copy(self.ids), pinned_copy(self.peaks), self.logprobs and self.logprobs.pinned())
 
 
 class Sampler:
-    """``vocab_size``: ids that may be drawn; logits beyond it are padding of the embedding."""
+    """``vocab_size``: ids that may be drawn; logits beyond it are padding of the embedding. ``eos_ids`` end a text."""
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = ()):
+        self.vocab_size, self.eos_ids = vocab_size, eos_ids
 
-    def __call__(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, table: SlotTable) -> Drawn:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        table: SlotTable,
+        masks: Masks | None = None,
+    ) -> Drawn:
         """logits: [draws, >= vocab_size]; slots, positions: [draws], the position is where the drawn id will stand."""
         rows = table.slots[slots]
         raw = logits[:, : self.vocab_size].float()
-        ids = _draw(_shape(raw, rows, slots, positions, table), rows, positions)
-        wanted = np.flatnonzero(rows["logprobs"] != NO_LOGPROBS)
-        logprobs = _logprobs(raw, ids, wanted, rows["logprobs"][wanted]) if wanted.size else None
+        shaped = _shape(raw, rows, slots, positions, table)
+        early = np.flatnonzero(positions < rows["min_len"])
+        if early.size:
+            shaped = self._ban_ends(shaped, early, slots, table, masks)
+        if masks is not None:
+            shaped = masks.applied(shaped)
+        ids = _draw(shaped, rows, positions)
+        wanted, logprobs = np.flatnonzero(rows["logprobs"] != NO_LOGPROBS), None
+        if wanted.size:
+            index, counts = _to(wanted, raw), rows["logprobs"][wanted]
+            logprobs = Logprobs.of(raw[index], ids[index], wanted, counts, int(counts.max()))
         return Drawn(ids, raw.amax(-1), logprobs)
+
+    def _ban_ends(
+        self, logits: torch.Tensor, early: np.ndarray, slots: np.ndarray, table: SlotTable, masks: Masks | None
+    ) -> torch.Tensor:
+        """For the draws ``early``, unless a grammar has come to its end."""
+        draws: list[int] = []
+        ids: list[int] = []
+        for draw in early.tolist():
+            ends = [i for i in (*self.eos_ids, *table.early_stop_ids.get(int(slots[draw]), ())) if i < self.vocab_size]
+            if masks is None or masks.leaves(draw, ends):
+                draws += [draw] * len(ends)
+                ids += ends
+        where = torch.tensor([draws, ids], device=logits.device).long()
+        return logits.index_put((where[0], where[1]), logits.new_tensor(-torch.inf))
 
 
 def _shape(raw: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, table: SlotTable):
@@ -166,13 +188,6 @@ def _kept(values: torch.Tensor, total: torch.Tensor, rows: np.ndarray, is_all: b
     # A wider top-k than the candidates changes what top-p is a share of: only the next round can tell.
     enough &= _to(limited | (rows["top_k"] <= 0), values)
     return keep, torch.ones_like(enough) if is_all else enough
-
-
-def _logprobs(raw: torch.Tensor, ids: torch.Tensor, which: np.ndarray, counts: np.ndarray) -> Logprobs:
-    index = _to(which, raw)
-    logprobs = raw[index].log_softmax(-1)
-    top, top_ids = logprobs.topk(min(int(counts.max()), raw.shape[1]))
-    return Logprobs(which, counts, logprobs.gather(1, ids[index, None]).squeeze(1), top_ids, top)
 
 
 def _top_k(rows: np.ndarray, vocab_size: int) -> np.ndarray:

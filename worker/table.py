@@ -31,6 +31,8 @@ SLOT = np.dtype(
         ("frequency_penalty", "f4"),
         ("repetition_penalty", "f4"),
         ("logprobs", "i4"),
+        ("prompt_logprobs", "i4"),
+        ("min_len", "i4"),  # at positions before it no end is drawn
         ("biased", "?"),
     ],
     align=True,
@@ -48,7 +50,8 @@ class SlotTable:
     token_ids: [num_slots, max_model_len + 1] int32 on the device; the last column takes the id drawn at the limit.
     block_table: [num_groups, num_slots, max_blocks] int32 on the host; entries that are not set point to NULL_BLOCK,
     those before the window of a group may point to blocks that have become somebody else's: nobody reads them.
-    slots: [num_slots] records of SLOT. logit_bias: slot -> {id: bias}, for the few that have one.
+    slots: [num_slots] records of SLOT. For the few that have some: logit_bias, slot -> {id: bias}, and early_stop_ids,
+    slot -> ids that are not drawn before its min_len.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, num_groups: int = 1, device="cpu"):
@@ -58,6 +61,7 @@ class SlotTable:
         self.slots = np.zeros(num_slots, dtype=SLOT)
         self.slots["epoch"] = FREE
         self.logit_bias: dict[int, dict[int, float]] = {}
+        self.early_stop_ids: dict[int, tuple[int, ...]] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Releases, admissions, table writes, in that order (the ordering law). Copies are the cache's."""
@@ -80,9 +84,9 @@ class SlotTable:
     def _release(self, slots: np.ndarray) -> None:
         self.slots["epoch"][slots] = FREE
         self.block_table[:, slots] = NULL_BLOCK
-        if self.logit_bias:
-            for slot in slots.tolist():
-                self.logit_bias.pop(slot, None)
+        for few in (self.logit_bias, self.early_stop_ids):
+            for slot in slots.tolist() if few else ():
+                few.pop(slot, None)
 
     def _admit(self, init: SlotInit) -> None:
         slot, ids = init.slot, init.token_ids
@@ -92,8 +96,11 @@ class SlotTable:
         self.block_table[:, slot] = NULL_BLOCK
         self.slots[slot] = _record(init, init.params)
         self.logit_bias.pop(slot, None)
+        self.early_stop_ids.pop(slot, None)
         if init.params.logit_bias:
             self.logit_bias[slot] = dict(init.params.logit_bias)
+        if init.params.min_tokens and init.params.stop_ids:
+            self.early_stop_ids[slot] = init.params.stop_ids
 
 
 def _record(init: SlotInit, params: SamplingParams) -> tuple:
@@ -110,5 +117,7 @@ def _record(init: SlotInit, params: SamplingParams) -> tuple:
         params.frequency_penalty,
         params.repetition_penalty,
         NO_LOGPROBS if params.logprobs is None else params.logprobs,
+        NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs,
+        init.num_prompt + params.min_tokens if params.min_tokens else 0,
         bool(params.logit_bias),
     )

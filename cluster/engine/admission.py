@@ -18,30 +18,33 @@ def max_len(request: Request, config: EngineConfig) -> int:
     params, num_prompt = request.params, len(request.prompt_ids)
     if not num_prompt:
         raise InvalidRequest("the prompt has no tokens", "prompt")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
-    if request.resume and (
-        len(request.resume) != params.n
-        or any(len(ids) >= (params.max_tokens or config.max_model_len) for ids in request.resume)
-    ):
+    if params.max_tokens is not None and params.max_tokens < 0:
+        raise InvalidRequest("max_tokens must be at least 0", "max_tokens")
+    most = config.max_model_len if params.max_tokens is None else params.max_tokens
+    if request.resume and (len(request.resume) != params.n or any(len(ids) >= most for ids in request.resume)):
         raise InvalidRequest("resume needs one list per choice, each shorter than max_tokens", "resume")
     if request.priority and config.scheduling_policy == "fcfs":
         raise InvalidRequest("this server schedules first come, first served: leave out priority", "priority")
     paging = config.paging
     room = paging.longest(config.num_blocks, config.max_model_len) - num_prompt
-    length = num_prompt + (room if params.max_tokens is None else params.max_tokens)
-    if num_prompt >= config.max_model_len or length > config.max_model_len:
+    max_tokens = max(room, 1) if params.max_tokens is None else params.max_tokens
+    length = num_prompt + max_tokens
+    if length > config.max_model_len:
         raise ContextLengthExceeded(
             f"the context holds {config.max_model_len} tokens: the prompt has {num_prompt} and max_tokens asks for "
-            f"{max(length - num_prompt, 1)} more",
+            f"{max_tokens} more",
             "max_tokens" if num_prompt < config.max_model_len else "prompt",
         )
-    needed = paging.num_blocks(max(length, num_prompt + 1))
+    needed = paging.num_blocks(length)
     if needed > config.num_blocks:
         raise KVPoolExceeded(
             f"prompt and max_tokens need {needed} KV blocks of {config.block_size} tokens, the pool has "
             f"{config.num_blocks}: send less, or start with more --num-kv-blocks",
             "max_tokens",
+        )
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but no more than {max_tokens} tokens may be generated", "min_tokens"
         )
     return length
 

@@ -74,20 +74,20 @@ class Draft:
                 if block != NULL_BLOCK:
                     self.put_block(seq, group, index, block)
 
-    def put_chunk(self, seq: Sequence, end: int, write: int) -> None:
-        """A row for [num_planned, end), and the cursors that follow from it."""
+    def put_chunk(self, seq: Sequence, end: int, write: int, take: int = TAKE_NONE) -> None:
+        """A row for [num_planned, end), and the cursors that follow from it. It draws, beside what is to be taken, if
+        it ends where the next id is wanted: nowhere, where max_tokens is 0."""
         start = seq.num_planned
         self.rows.append(seq)
         self.starts.append(start)
         self.lens.append(end - start)
         self.tokens.append(seq.token_ids[start] if end - start == 1 and not seq.num_pending else TOKEN_IN_TABLE)
         self.writes.append(write)
-        if end == len(seq.token_ids) + seq.num_pending:
-            self.takes.append(TAKE_SAMPLE)
+        if end == len(seq.token_ids) + seq.num_pending and end < seq.max_len:
+            take |= TAKE_SAMPLE
             self.draws -= 1
             seq.num_pending += 1
-        else:
-            self.takes.append(TAKE_NONE)
+        self.takes.append(take)
         seq.num_planned = end
         seq.planned_in = self.step_id
         self.budget -= end - start

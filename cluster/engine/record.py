@@ -26,7 +26,8 @@ class Counters:
 
     computed = sum(len - 1 - skipped) + recomputed + discarded
 
-    (the last id of a sequence is never computed; what was skipped came from the prefix cache or from a parent).
+    (the last id that a sequence emits is never computed, so one that emits nothing adds a whole len; what was skipped
+    came from the prefix cache or from a parent).
     """
 
     prompt: int = 0

@@ -49,8 +49,9 @@ class Residents:
         return releases
 
     def find_prefix(self, seq: Sequence) -> list[list[int]]:
-        """By group, cached blocks that a waiting sequence may begin after: never all of its ids."""
-        limit = (len(seq.token_ids) - 1) // self._block_size
+        """By group, cached blocks that a waiting sequence may begin after: never all of its ids, and none that come
+        before a prompt id whose logprobs are still to be told, for a cached position has no logits."""
+        limit = (min(len(seq.token_ids), seq.untold) - 1) // self._block_size
         if not self._windowed and self._num_groups == 1:
             return [self.pool.match(seq.hashes, limit)]
         return find_prefix(self.pool, seq.hashes, limit, self._paging)

@@ -21,7 +21,7 @@ from paceline.cluster.engine.deadlines import Deadlines
 from paceline.cluster.engine.draft import Draft
 from paceline.cluster.engine.record import Counters, StepRecord
 from paceline.cluster.engine.residents import Residents
-from paceline.cluster.engine.sequence import NO_SLOT, Sequence
+from paceline.cluster.engine.sequence import NEVER, NO_SLOT, Sequence
 from paceline.cluster.engine.waiting import WaitingQueue
 from paceline.proto.errors import FirstTokenTimeout, InvalidRequest, QueueTimeout
 from paceline.proto.hashing import chain
@@ -36,7 +36,7 @@ from paceline.proto.request import (
     TokenLogprobs,
     Usage,
 )
-from paceline.proto.step import StepPlan, StepResult
+from paceline.proto.step import TAKE_NONE, TAKE_PROMPT_LOGPROBS, StepPlan, StepResult
 
 SCAN_LEN = 16  # waiting sequences looked at behind a head that lacks blocks
 NUM_RECORDS = 1024
@@ -72,7 +72,9 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.request_id} is already running", "request_id")
         max_len = admission.max_len(request, config)
         admission.check_room(request, config, self._num_alive, self.waiting, self.records)
-        stop_ids = frozenset() if params.ignore_eos else self._eos  # one object for all: commit reads it for every id
+        # A grammar that has come to its end allows nothing but an end token.
+        eos_counts = params.grammar or not params.ignore_eos
+        stop_ids = self._eos if eos_counts else frozenset()  # one object for all: commit reads it for every id
         if params.stop_ids:
             stop_ids = stop_ids.union(params.stop_ids)
         resumed = bool(request.resume)
@@ -208,7 +210,7 @@ class Scheduler:
             if len(seq.token_ids) + seq.num_pending - start > 1:
                 prefilling.append(seq)
                 continue
-            if start >= seq.max_len - 1 or not draft.budget or not draft.draws:
+            if start >= seq.compute_len or not draft.budget or not draft.draws:
                 continue  # every id that max_tokens allows is planned; or the step is full
             if (start >= seq.capacity or start < seq.shared_end) and self.residents.make_room(
                 draft, seq, start + 1
@@ -273,7 +275,8 @@ class Scheduler:
     def _put_prefill(self, draft: Draft, seq: Sequence, end: int) -> None:
         """A chunk, and names for the known blocks that it fills: the next one in this very plan may share them."""
         # A fork holds its positions already and computes the prompt's last one again only for its logits.
-        draft.put_chunk(seq, end, 0 if end <= seq.num_held else 1)
+        write = 0 if end <= seq.num_held else 1
+        draft.put_chunk(seq, end, write, TAKE_PROMPT_LOGPROBS if end >= seq.untold else TAKE_NONE)
         filled = min(end // self.config.block_size, len(seq.hashes))
         if filled > seq.num_named:
             self.residents.name(seq, filled)
@@ -287,7 +290,8 @@ class Scheduler:
             raise AssertionError(f"result of step {result.step_id} with {len(result.num_ids)} rows, expected {step_id}")
         deltas: list[TokenDelta] = []
         ids, at = result.ids.tolist(), 0
-        logprobs, faults, contended = result.logprobs, result.faults, self.waiting.num_tenants > 1
+        logprobs, prompt_logprobs, faults = result.logprobs, result.prompt_logprobs, result.faults
+        contended = self.waiting.num_tenants > 1
         columns = zip(rows, result.epochs, lens, result.num_ids, strict=True)
         for row, (seq, epoch, length, count) in enumerate(columns):
             first, at = at, at + count
@@ -301,10 +305,14 @@ class Scheduler:
             seq.num_computed += length
             if seq.num_computed >= seq.next_name_at:
                 self._name_computed(seq)
+            if prompt_logprobs and row in prompt_logprobs:
+                deltas.append(self._tell(seq, length, prompt_logprobs[row]))
             if count:
                 if seq.num_to_fork:
                     self._fork(seq)
                 deltas.append(self._emit(seq, ids[first:at], logprobs.get(row) if logprobs else None))
+            elif seq.num_computed == seq.max_len:  # max_tokens is 0: the prompt was all
+                deltas += self._end(seq, FINISH_LENGTH)
         if self.config.check:
             self.check()
         return deltas
@@ -347,7 +355,7 @@ class Scheduler:
         reason = None
         for token in ids:
             token_ids.append(token)
-            if token in seq.stop_ids:
+            if token in seq.stop_ids and self._stops(seq, token):
                 reason = FINISH_STOP
                 break
             if len(token_ids) == seq.max_len:
@@ -360,9 +368,26 @@ class Scheduler:
         self.counters.generated += len(ids)
         return TokenDelta(request_id=seq.request_id, choice=seq.choice, offset=offset, ids=ids, logprobs=logprobs)
 
+    def _stops(self, seq: Sequence, token: int) -> bool:
+        """Whether a stop id that was just drawn ends the choice: not before min_tokens, but where a grammar ended."""
+        params = seq.request.params
+        return seq.num_generated > params.min_tokens or bool(params.grammar and token in self._eos)
+
+    def _tell(self, seq: Sequence, length: int, logprobs: list[TokenLogprobs]) -> TokenDelta:
+        """Of the prompt's ids that follow the ``length`` tokens just taken in: what was not told in an older epoch."""
+        end, last = seq.num_computed, seq.num_prompt - 1
+        start = end - length
+        if len(logprobs) != min(end, last) - start:
+            raise AssertionError(f"{len(logprobs)} prompt logprobs for positions {start} to {end} of {seq}")
+        fresh = logprobs[seq.untold - start - 1 :]
+        seq.untold = end + 1 if end < last else NEVER
+        return TokenDelta(request_id=seq.request_id, choice=seq.choice, offset=0, ids=[], prompt_logprobs=fresh)
+
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _end(self, seq: Sequence, reason: str, error: str | None, error_code: str | None = None) -> list[TokenDelta]:
+    def _end(
+        self, seq: Sequence, reason: str, error: str | None = None, error_code: str | None = None
+    ) -> list[TokenDelta]:
         """Ends a choice and, where it still was to be forked, the choices that would have come out of it."""
         unborn = range(1, seq.num_to_fork + 1)
         seq.num_to_fork = 0
@@ -402,7 +427,7 @@ class Scheduler:
             num_generated = seq.num_generated
         spent = seq.num_lost if seq.slot == NO_SLOT and not seq.block_ids else seq.num_planned
         if reason in (FINISH_STOP, FINISH_LENGTH):
-            self.counters.discarded += max(0, spent - (seq.num_prompt + num_generated - 1))
+            self.counters.discarded += max(0, spent - (seq.num_prompt + max(0, num_generated - 1)))
         self.residents.leave(seq)
         self._num_alive -= 1
         seq.finish_reason = reason
@@ -462,6 +487,7 @@ class Scheduler:
             length = len(seq.token_ids)
             assert seq.finish_reason is None
             assert 0 <= seq.num_computed <= seq.num_planned <= length + seq.num_pending, seq
-            assert seq.num_planned < seq.max_len, seq
+            assert seq.num_planned <= seq.compute_len, seq
+            assert seq.num_computed < seq.untold, f"{seq} has prompt logprobs that nobody was told"
             assert seq.num_planned <= seq.capacity, seq
             assert (seq.slot == NO_SLOT) == (seq not in self.running), seq

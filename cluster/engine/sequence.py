@@ -24,6 +24,7 @@ class Sequence:
         "cacheable",  # takes part in the prefix cache
         "capacity",  # positions that block_ids reach to, in every group
         "choice",
+        "compute_len",  # positions that it may compute: the whole prompt, and of what it emits all but the last id
         "epoch",
         "finish_reason",
         "hashes",  # names of its full blocks, as far as known
@@ -48,6 +49,7 @@ class Sequence:
         "started",  # was admitted once
         "stop_ids",
         "token_ids",  # prompt, then emitted ids
+        "untold",  # first prompt position whose logprobs are still to be told; NEVER where there is none
     )
 
     def __init__(self, request: Request, choice: int, arrival: int, max_len: int, stop_ids: frozenset[int]):
@@ -60,8 +62,12 @@ class Sequence:
             self.token_ids += request.resume[choice]
         self.num_prompt = len(request.prompt_ids)
         self.max_len = max_len
+        self.compute_len = max(self.num_prompt, max_len - 1)
         self.stop_ids = stop_ids
         self.num_to_fork = 0
+        asked = request.params.prompt_logprobs is not None and choice == 0 and self.num_prompt > 1
+        # Whoever resumes with ids has been told of the whole prompt.
+        self.untold = 1 if asked and not any(request.resume) else NEVER
         self.epoch = 0
         self.slot = NO_SLOT
         self.num_planned = self.num_computed = self.num_pending = 0

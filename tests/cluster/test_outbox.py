@@ -115,7 +115,11 @@ async def test_what_was_taken_no_longer_counts_towards_the_limit(monkeypatch):
 async def test_logprobs_and_rows_without_ids_count_towards_the_limit(monkeypatch):
     monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 100_000)
     tops = [TokenLogprobs(-1.0, list(range(20)), [-1.0] * 20)]
-    for waiting in (row(1, 0, 7, logprobs=tops), row(1, 0, finish_reason="stop")):
+    for waiting in (
+        row(1, 0, 7, logprobs=tops),
+        row(1, 0, prompt_logprobs=tops),
+        row(1, 0, finish_reason="stop"),
+    ):
         outbox = Outbox()
         for _ in range(1000):
             outbox.deltas([waiting])

@@ -16,6 +16,7 @@ from paceline.cluster.engine.executor import Loaded
 from paceline.proto import codec
 from paceline.proto import replica_pb2 as pb
 from paceline.proto.errors import ContextLengthExceeded, StartupError
+from paceline.proto.grammar import MAX_GRAMMAR_BYTES
 from paceline.proto.load import RankMemory
 from paceline.proto.replica_pb2_grpc import ReplicaServiceStub
 from paceline.router.link import Link, Mailbox, attach, open_channel
@@ -31,7 +32,7 @@ from tests.cluster.drive import (
     stepping,
     until,
 )
-from tests.cluster.engine.fakes import expected_ids, make_request
+from tests.cluster.engine.fakes import expected_ids, expected_prompt_logprobs, make_request
 from tests.fakes import tiny_card
 
 STATUS = grpc.StatusCode
@@ -389,6 +390,18 @@ async def test_generate_runs_one_request_without_a_router():
         assert [ending.finish_reason for ending in endings] == ["length"] * 3
 
 
+async def test_generate_tells_of_the_prompt_though_no_token_is_asked_for():
+    async with running_replica() as replica:
+        request, told = make_request(prompt=700, max_tokens=0, n=2, prompt_logprobs=1), []
+        submission = codec.submission_of(request)
+        async for frame in replica.stub.Generate(pb.GenerateRequest(submission=submission), timeout=TIMEOUT):
+            for _, delta in codec.deltas_of(frame.deltas, str):
+                assert delta.ids == []
+                told += delta.prompt_logprobs or []
+        assert told == expected_prompt_logprobs(request)
+        assert replica.server.load.finished_total == {"length": 2}
+
+
 async def test_generate_without_an_id_or_names_for_blocks_still_uses_the_prefix_cache():
     async with running_replica() as replica:
         request = make_request(prompt=40, max_tokens=3, named=False)
@@ -403,9 +416,13 @@ async def test_generate_without_an_id_or_names_for_blocks_still_uses_the_prefix_
     [
         (make_request(prompt=[]), "no tokens"),
         (make_request(max_tokens=9999), "2048"),
-        (make_request(max_tokens=0), "max_tokens"),
-        (make_request(prompt=[60_000]), "below 60000"),
-        (make_request(logit_bias={60_000: 1.0}), "below 60000"),
+        (make_request(min_tokens=9), "min_tokens is 9"),
+        (make_request(prompt=[60_000]), "prompt_ids must be below 60000"),
+        (make_request(logit_bias={60_000: 1.0}), "logit_bias must be below 60000"),
+        (make_request(stop_ids=(3, 60_000)), "stop_ids must be below 60000"),
+        (make_request(logprobs=129), "logprobs may ask for 128"),
+        (make_request(prompt_logprobs=129), "prompt_logprobs may ask for 128"),
+        (make_request(grammar="é" * (MAX_GRAMMAR_BYTES // 2 + 1)), f"longer than {MAX_GRAMMAR_BYTES} bytes"),
         (make_request(resume=((1,),)), "resume"),
     ],
 )

@@ -7,6 +7,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from paceline.router import settings
+from paceline.router.auth import OPENABLE
 from tests.deploy.conftest import CHART, EXAMPLES, RELEASE, ROOT
 from tests.deploy.crd import strict_validator
 
@@ -146,6 +148,9 @@ def test_names_stay_short_enough_for_kuberay(chart):
         ("config.drain_seconds=1", "drain_seconds"),
         ("routers.replicas=2", "routers"),
         ("drainSeconds=soon", "drainSeconds"),
+        ("config.api_key_file=/tmp/keys", "api_key_file"),
+        ("router.apiKeys.openRoutes={/v1/models}", "openRoutes"),
+        ("router.apiKeys.existingSecrets=keys", "existingSecrets"),
         ("workers.replicas=1", "existingClaim"),
         ("workers.replicas=1,workers.gpus=1,config.tensor_parallel_size=2,config.model=/m", "tensor_parallel_size"),
     ],
@@ -165,6 +170,32 @@ def test_tls_and_grpc_reach_flags_ports_and_probes(chart):
     assert config_of(documents)["grpc_port"] == 9000
     headless = [s for s in of_kind(documents, "Service") if s["spec"].get("clusterIP") == "None"]
     assert [s["spec"]["ports"][0]["port"] for s in headless] == [9000]
+
+
+def test_api_keys_reach_the_router_as_a_folder_and_leave_its_probe_open(chart):
+    sets = "router.apiKeys.existingSecret=mine,router.apiKeys.key=k,router.apiKeys.openRoutes={/metrics}"
+    spec = router_of(chart.template("--values", str(EXAMPLES[0]), "--set", sets))
+    [container] = spec["containers"]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "api-keys"]
+    [volume] = [volume for volume in spec["volumes"] if volume["name"] == "api-keys"]
+    assert volume["secret"] == {"secretName": "mine", "items": [{"key": "k", "path": "keys.yaml"}]}
+    assert "subPath" not in mount
+    assert env["PACELINE_API_KEY_FILE"] == mount["mountPath"] + "/keys.yaml"
+    flags = settings.resolve("router", {}, env, {})
+    assert flags["open_routes"] == (container["readinessProbe"]["httpGet"]["path"], "/metrics")
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    routes = schema["properties"]["router"]["properties"]["apiKeys"]["properties"]["openRoutes"]["items"]["enum"]
+    assert ["/health/ready", *routes] == [*OPENABLE]
+
+
+def test_without_keys_nothing_of_them_is_mounted_and_the_notes_say_so(chart):
+    documents = chart.template("--values", str(EXAMPLES[0]))
+    assert "api-key" not in json.dumps(router_of(documents))
+    dry = ("install", RELEASE, str(CHART), "--dry-run=client", "--values", str(EXAMPLES[0]))
+    told = chart.run(*dry).stdout
+    assert "whoever reaches a router may use it" in told
+    assert "whoever reaches a router" not in chart.run(*dry, "--set", "router.apiKeys.existingSecret=mine").stdout
 
 
 @pytest.mark.parametrize(("name", "size"), [("two-gpus", 1), ("two-stages", 2)])

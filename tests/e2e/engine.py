@@ -24,6 +24,7 @@ class Answer:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ending: TokenDelta | None = None
 
 
@@ -117,6 +118,7 @@ class Bench:
                 answer = answers.setdefault((delta.request_id, delta.choice), Answer())
                 answer.ids += delta.ids
                 answer.logprobs += delta.logprobs or []
+                answer.prompt_logprobs += delta.prompt_logprobs or []
                 if delta.finish_reason:
                     answer.ending = delta
         while self.scheduler.num_in_flight:

@@ -1,4 +1,4 @@
-"""Forty requests to a real server over the four ways: the same text, ids, logprobs, reason and usage, or it fails.
+"""Eighty requests to a real server over the four ways: the same text, ids, logprobs, reason and usage, or it fails.
 
 One at a time, and each once before it counts: what the prefix cache holds and which rows share a step is then the same
 for all four, so that even logprobs in bf16 must be equal to the last bit.
@@ -29,6 +29,12 @@ TALKS = (
         {"role": "user", "content": "What is my name?"},
     ],
 )
+PLACE = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
 HOW: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "max_tokens": 12},
     {"temperature": 0, "max_tokens": 8, "logprobs": 3},
@@ -38,10 +44,24 @@ HOW: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "max_tokens": 24, "stop": [" the", "\n", "."]},
     {"seed": 8, "max_tokens": 10, "ignore_eos": True, "frequency_penalty": 0.4, "min_p": 0.05},
     {"seed": 2, "max_tokens": 10, "logit_bias": {"28": 5, "30": -100}, "repetition_penalty": 1.1},
+    {"temperature": 0, "max_tokens": 6, "echo": True, "logprobs": 2},
+    {"seed": 4, "min_tokens": 8, "max_tokens": 14, "stop": [" ", "."], "include_stop_str_in_output": True},
+    {"temperature": 0, "max_tokens": 30, "structured_outputs": {"json": PLACE}},
+    {"seed": 6, "n": 2, "max_tokens": 12, "logprobs": 1, "structured_outputs": {"regex": "[A-Z][a-z]{2,8}[.!]"}},
+    {"seed": 7, "max_tokens": 12, "structured_outputs": {"choice": ["yes", "no", "vielleicht", "글쎄요"]}},
+    {"seed": 9, "max_tokens": 16, "skip_special_tokens": False, "ignore_eos": True, "cache_salt": "mine"},
+    {"temperature": 0, "max_tokens": 8, "truncate_prompt_tokens": 4, "add_special_tokens": False},
+    {
+        "temperature": 0,
+        "max_tokens": 16,
+        "structured_outputs": {"grammar": 'start: "a" ("-" /[0-9]/)+ "!"'},
+        "priority": 2,
+    },
 )
+CONTINUED = [*TALKS[0], {"role": "assistant", "content": "The capital of Italy is"}]
 
 
-async def forty_requests(http_url: str, grpc_address: str) -> str:
+async def eighty_requests(http_url: str, grpc_address: str) -> str:
     """Raises AssertionError with the request and the way that differs; returns one line for people."""
     num_tokens = 0
     async with (
@@ -49,7 +69,7 @@ async def forty_requests(http_url: str, grpc_address: str) -> str:
         grpc.aio.insecure_channel(grpc_address) as channel,
     ):
         bodies = await _bodies(http, channel)
-        assert len(bodies) == 40
+        assert len(bodies) == 80
         for at, body in enumerate(bodies):
             await ask(WAYS[0], http, channel, body)
             first = await ask(WAYS[0], http, channel, body)
@@ -64,21 +84,24 @@ async def forty_requests(http_url: str, grpc_address: str) -> str:
     for body in bodies:
         kinds["messages" if "messages" in body else "text" if isinstance(body["prompt"], str) else "ids"] += 1
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"40 requests ({shown}) x 4 ways: text, ids, logprobs, reason, usage equal; {num_tokens} tokens each"
+    return f"80 requests ({shown}) x 4 ways: text, ids, logprobs, reason, usage equal; {num_tokens} tokens each"
 
 
 async def _bodies(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> list[dict[str, Any]]:
-    """Eight ways to sample with five prompts each: two texts, two conversations, one list of ids."""
+    """Sixteen ways to ask with five prompts each: two texts, two conversations, one list of ids."""
     ids = [await _same_ids(http, channel, text) for text in TEXTS]
     bodies = []
     for at, how in enumerate(HOW):
         bodies += [{"prompt": TEXTS[(at + more) % len(TEXTS)]} | how for more in range(2)]
         bodies += [{"prompt": ids[(at + 2) % len(ids)]} | how]
         bodies += [{"messages": TALKS[(at + more) % len(TALKS)]} | _for_chat(how) for more in range(2)]
+    bodies[-1] |= {"messages": CONTINUED, "continue_final_message": True}
     return bodies
 
 
 def _for_chat(how: dict[str, Any]) -> dict[str, Any]:
+    """What a chat has not, it has in its own way: a prompt that is gone on from, and its logprobs by two fields."""
+    how = {name: value for name, value in how.items() if name not in ("echo", "add_special_tokens")}
     return how | {"logprobs": True, "top_logprobs": how["logprobs"]} if "logprobs" in how else how
 
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from tests.e2e import disconnects, overload
-from tests.e2e.equality import forty_requests
+from tests.e2e.equality import eighty_requests
 from tests.e2e.server import Server, free_port
 from tests.models import tiny_llama_folder
 from tests.prove.lines import Line, metric, run_pytest, server
@@ -82,7 +82,7 @@ class Stream(threading.Thread):
 def equality() -> str:
     run_pytest("tests/router/test_rpc_server.py", "-k", "grpcurl")
     with with_grpc("--max-model-len", "2048", "--dtype", "float32") as (running, address):
-        return asyncio.run(forty_requests(running.url, address))
+        return asyncio.run(eighty_requests(running.url, address))
 
 
 def replicas_that_die() -> str:

@@ -17,6 +17,8 @@ from paceline.proto import inference_pb2_grpc
 HTTP_WAYS = ("http stream", "http whole")
 GRPC_WAYS = ("grpc stream", "grpc whole")
 WAYS = HTTP_WAYS + GRPC_WAYS
+_CHAT = ("messages", "add_generation_prompt", "continue_final_message")
+_OUTPUT = ("prompt_logprobs", "echo", "include_stop_str_in_output", "skip_special_tokens")
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -49,6 +51,7 @@ class Outcome:
     choices: list[Told] = field(default_factory=list)
     usage: tuple[int, int, int] | None = None
     error: tuple[str, str] | None = None
+    prompt_logprobs: list[list[float]] = field(default_factory=list)  # of each id but the first: its own and the best
 
 
 def spec_of(body: dict[str, Any]) -> pb.GenerationSpec:
@@ -56,7 +59,10 @@ def spec_of(body: dict[str, Any]) -> pb.GenerationSpec:
     body = dict(body)
     spec = pb.GenerationSpec(model=body.pop("model", ""), output=pb.Output(token_ids=True))
     if "messages" in body:
-        json_format.ParseDict({"messages": {"messages": body.pop("messages")}}, spec)
+        chat = {name: body.pop(name) for name in _CHAT if name in body}
+        if "chat_template_kwargs" in body:
+            chat["template_kwargs"] = json.dumps(body.pop("chat_template_kwargs"))
+        json_format.ParseDict({"messages": chat}, spec)
     elif "prompt" in body:
         prompt = body.pop("prompt")
         if isinstance(prompt, str):
@@ -64,8 +70,15 @@ def spec_of(body: dict[str, Any]) -> pb.GenerationSpec:
         else:
             spec.token_ids.ids.extend(prompt)
             spec.token_ids.SetInParent()
-    if "priority" in body:
-        spec.priority = body.pop("priority")
+    for name in ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
+        if name in body:
+            setattr(spec, name, body.pop(name))
+    for name in _OUTPUT:
+        if name in body:
+            setattr(spec.output, name, body.pop(name))
+    for kind, value in body.pop("structured_outputs", {}).items():
+        form = {"json_schema": json.dumps(value)} if kind == "json" else {kind: value}
+        json_format.ParseDict({"format": form if kind != "choice" else {"choice": {"texts": value}}}, spec)
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
     wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", 0)
@@ -115,16 +128,17 @@ def _gathered(objects: list[dict[str, Any]]) -> Outcome:
             one.reason = choice["finish_reason"] or one.reason
     assert usage is not None
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Outcome(
-        [told[index] for index in sorted(told)], (usage["prompt_tokens"], usage["completion_tokens"], cached)
-    )
+    counts = (usage["prompt_tokens"], usage["completion_tokens"], cached)
+    ranked = objects[0].get("prompt_logprobs") or objects[0]["choices"][0].get("prompt_logprobs") or [None]
+    of_prompt = [sorted(token["logprob"] for token in entry.values()) for entry in ranked[1:]]
+    return Outcome([told[index] for index in sorted(told)], counts, prompt_logprobs=of_prompt)
 
 
 def _http_logprobs(raw: dict[str, Any] | None) -> list[tuple[float, list[float]]]:
     if raw is None:
         return []
     if "content" in raw:
-        tops = [{bytes(t["bytes"]): t["logprob"] for t in (e, *e["top_logprobs"])} for e in raw["content"]]
+        tops = [{bytes(t["bytes"]): t["logprob"] for t in (*e["top_logprobs"], e)} for e in raw["content"]]
         return [(e["logprob"], sorted(top.values())) for e, top in zip(raw["content"], tops, strict=True)]
     pairs = zip(raw["token_logprobs"], raw["top_logprobs"], strict=True)
     return [(value, sorted(top.values())) for value, top in pairs]
@@ -151,14 +165,18 @@ def _merged(messages: list[Any]) -> Outcome:
         one.text += choice.text
         one.ids += choice.token_ids
         for entry in choice.logprobs:
-            tops = {token.piece: token.logprob for token in (entry.token, *entry.top)}
+            tops = {token.piece: token.logprob for token in (*entry.top, entry.token)}
             one.logprobs.append((entry.token.logprob, sorted(tops.values())))
         if choice.HasField("finish"):
             one.reason = _REASONS[choice.finish.reason]
     usage = messages[-1].usage
     assert usage.prompt_tokens == messages[0].prompt.num_tokens
     counts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
-    return Outcome([told[index] for index in sorted(told)], counts)
+    of_prompt = [
+        sorted({token.id: token.logprob for token in (*entry.top, entry.token)}.values())
+        for entry in messages[0].prompt.logprobs
+    ]
+    return Outcome([told[index] for index in sorted(told)], counts, prompt_logprobs=of_prompt)
 
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import asyncio
 
+import grpc.aio
 import pytest
 
+from paceline.proto import inference_pb2 as pb
+from paceline.proto import inference_pb2_grpc
 from paceline.proto.errors import KVPoolExceeded, Overloaded
 from tests.e2e.server import free_port
-from tests.fakes import FakeReplica, encode
+from tests.fakes import FakeReplica, encode, tiny_card
 from tests.router.fronts import WAYS, Outcome, ask, channel_to, spec_of
 
 TEXT = "The capital of France is Paris. Один два три."
@@ -35,6 +38,25 @@ VALID = {
     "bias": {"prompt": "x", "logit_bias": {"5": 10, "6": -100}},
     "priority": {"prompt": "x", "priority": -3},
     "top_k of vLLM": {"prompt": "x", "top_k": -1},
+    "at least some tokens": {"prompt": "x", "min_tokens": 4, "max_tokens": 9},
+    "an echo": {"prompt": "hello <|im_end|>", "echo": True, "n": 2, "max_tokens": 3},
+    "an echo of ids": {"prompt": encode("hello there"), "echo": True},
+    "an echo alone": {"prompt": "hello there", "echo": True, "max_tokens": 0},
+    "what ended it stays": {"prompt": "x", "stop": ["tal of"], "include_stop_str_in_output": True},
+    "control tokens are shown": {"prompt": "x", "skip_special_tokens": False, "include_stop_str_in_output": True},
+    "a salt": {"prompt": "hello there", "cache_salt": "mine"},
+    "the last tokens": {"prompt": encode("hello there, hello world"), "truncate_prompt_tokens": 3},
+    "what leaves room": {"messages": HI * 40, "truncate_prompt_tokens": -1, "max_tokens": 100},
+    "no token that begins texts": {"prompt": "x", "add_special_tokens": False},
+    "no opening": {"messages": HI, "add_generation_prompt": False},
+    "a message goes on": {
+        "messages": [*HI, {"role": "assistant", "content": "The"}],
+        "continue_final_message": True,
+    },
+    "variables": {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}},
+    "a choice": {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}},
+    "a schema": {"messages": HI, "structured_outputs": {"json": {"type": "object", "properties": {"a": {}}}}},
+    "an object": {"messages": HI, "structured_outputs": {"json_object": True}},
 }
 INVALID = {
     "no prompt": ({}, "invalid_value", "prompt"),
@@ -47,6 +69,36 @@ INVALID = {
     "an id too large": ({"prompt": [1, 100_000]}, "invalid_value", "prompt"),
     "another model": ({"prompt": "x", "model": "gpt"}, "model_not_found", "model"),
     "zero tokens": ({"prompt": "x", "max_tokens": 0}, "invalid_value", "max_tokens"),
+    "zero tokens of a chat": ({"messages": HI, "max_tokens": 0}, "invalid_value", "max_tokens"),
+    "least above most": ({"prompt": "x", "min_tokens": 9, "max_tokens": 8}, "invalid_value", "min_tokens"),
+    "no room for the least": ({"prompt": "x", "min_tokens": 256}, "context_length_exceeded", "min_tokens"),
+    "an echo of a chat": ({"messages": HI, "echo": True}, "unsupported_field", "echo"),
+    "prompt logprobs": ({"prompt": "x", "prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
+    "a cut to nothing": ({"prompt": "x", "truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+    "a long salt": ({"prompt": "x", "cache_salt": "s" * 1025}, "invalid_value", "cache_salt"),
+    "a template's own": ({"messages": HI, "add_special_tokens": True}, "unsupported_field", "add_special_tokens"),
+    "nothing to go on from": (
+        {"messages": HI, "continue_final_message": True},
+        "invalid_value",
+        "continue_final_message",
+    ),
+    "a taken variable": (
+        {"messages": HI, "chat_template_kwargs": {"messages": []}},
+        "invalid_value",
+        "chat_template_kwargs",
+    ),
+    "variables that are none": ({"messages": HI, "chat_template_kwargs": [1]}, "invalid_value", "chat_template_kwargs"),
+    "a schema that is none": (
+        {"prompt": "x", "structured_outputs": {"json": [1]}},
+        "invalid_value",
+        "structured_outputs.json",
+    ),
+    "a broken expression": (
+        {"prompt": "x", "structured_outputs": {"regex": "(a"}},
+        "invalid_value",
+        "structured_outputs.regex",
+    ),
+    "no choice": ({"prompt": "x", "structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
     "fewer": ({"prompt": "x", "max_tokens": -1}, "invalid_value", "max_tokens"),
     "too hot": ({"prompt": "x", "temperature": 2.5}, "invalid_value", "temperature"),
     "top_p 0": ({"messages": HI, "top_p": 0}, "invalid_value", "top_p"),
@@ -83,7 +135,7 @@ async def test_both_fronts_give_the_same_answers_and_ask_the_replica_for_the_sam
             assert first.error is None, name
             assert all(choice.reason for choice in first.choices), name
             assert len(first.choices) == body.get("n", 1), name
-            assert first.choices[0].ids, name
+            assert first.choices[0].ids or body.get("max_tokens") == 0, name
             for way, outcome in zip(WAYS, outcomes, strict=True):
                 assert outcome == first, f"{name}: {way}"
             asked = [fake.submissions.pop() for _ in WAYS]
@@ -139,6 +191,64 @@ async def test_both_fronts_name_what_broke_an_answer(router, options):
         outcomes = [await ask(way, http, channel, {"prompt": "x"}) for way in WAYS]
         assert len({outcome.error for outcome in outcomes}) == 1
         assert outcomes[0].error is not None
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": "hello there", "n": 2}, {"messages": HI}, {"prompt": "x", "max_tokens": 0}]
+)
+async def test_both_fronts_tell_the_prompts_log_probabilities(router, body):
+    port = free_port()
+    async with FakeReplica() as fake, router(fake.address, grpc_port=port) as http, channel_to(port) as channel:
+        ways = [way for way in WAYS if way != "http stream"]
+        outcomes = [await ask(way, http, channel, body | {"prompt_logprobs": 2}) for way in ways]
+        assert [outcome == outcomes[0] for outcome in outcomes] == [True] * len(ways)
+        entries = outcomes[0].prompt_logprobs
+        assert len(entries) == len(fake.submissions[0].prompt_ids) - 1
+        assert all(len(values) in (2, 3) for values in entries)
+        refused = await ask("http stream", http, channel, body | {"prompt_logprobs": 2})
+        assert refused.error == ("invalid_value", "prompt_logprobs")
+
+
+async def test_both_fronts_tokenize_and_show_the_prompt_alike(router):
+    port = free_port()
+    bodies = [
+        {"prompt": "hello <|im_end|>"},
+        {"prompt": "x", "add_special_tokens": False},
+        {"messages": HI, "add_generation_prompt": False},
+        {"messages": [*HI, {"role": "assistant", "content": "The"}], "continue_final_message": True},
+    ]
+    async with (
+        FakeReplica(card=tiny_card(add_bos=True)) as fake,
+        router(fake.address, grpc_port=port) as http,
+        channel_to(port) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for body in bodies:
+            shown = (await http.post("/render", json=body)).json()
+            spec = spec_of(body)
+            request = pb.TokenizeRequest(text=spec.text) if spec.text else pb.TokenizeRequest(messages=spec.messages)
+            if "add_special_tokens" in body:
+                request.add_special_tokens = body["add_special_tokens"]
+            answer = await stub.Tokenize(request)
+            assert (list(answer.token_ids), answer.prompt) == (shown["tokens"], shown["prompt"])
+            assert (answer.count, answer.max_model_len) == (shown["count"], shown["max_model_len"])
+
+
+async def test_both_fronts_refuse_ids_without_end(router):
+    port = free_port()
+    async with (
+        FakeReplica() as fake,
+        router(fake.address, grpc_port=port, max_body_values=1000) as http,
+        channel_to(port) as channel,
+    ):
+        for way in WAYS:
+            outcome = await ask(way, http, channel, {"prompt": [5] * 1200})
+            assert outcome.error is not None
+            assert outcome.error[0] == "payload_too_large"
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 1200))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_many_at_once_do_not_mix(router):

@@ -124,3 +124,76 @@ def test_what_a_template_must_not_or_cannot_do_is_400(template):
 def test_a_template_that_is_not_jinja_stops_the_start():
     with pytest.raises(StartupError, match="chat template"):
         chat_of(tiny_card(), "{% for %}")
+
+
+# -- going on from a message -------------------------------------------------------------------------------------------
+
+UNFINISHED = [Message("user", "What?"), Message("assistant", "The capital is")]
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, THINKS, TEMPLATE.replace("message['content']", "message.content | trim")]
+)
+def test_a_continued_prompt_ends_with_the_ids_of_the_last_message(template):
+    chat = chat_of(tiny_card(), template)
+    for last in ("The capital is", "The capital is ", "Paris <|im_end|>", "a <|im_"):
+        talk = [UNFINISHED[0], Message("assistant", last)]
+        ids = chat.encode(talk, add_generation_prompt=False, continue_final=True)
+        assert b"".join(map(TINY.token_bytes, ids)).decode().endswith(f"assistant\n{last}")
+        assert [id for id in ids if id in TINY.special_ids] == [1, 2, 1]  # no end after the last turn
+        plain = TINY.encode(last)
+        assert ids[-len(plain) :] == plain or "<|im_" in last
+
+
+def test_an_empty_message_is_continued_from_its_beginning():
+    talk = [UNFINISHED[0], Message("assistant", "")]
+    text = chat_of(tiny_card()).render(talk, add_generation_prompt=False, continue_final=True)
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:3] }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_write_the_last_message_as_it_is_cannot_continue_it(template):
+    with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
+        chat_of(tiny_card(), template).encode(UNFINISHED, False, True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_without_an_opening_the_prompt_ends_after_the_last_turn():
+    chat = chat_of(tiny_card())
+    assert chat.render(TALK, add_generation_prompt=False) + "<|im_start|>assistant\n" == chat.render(TALK)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("template", [LLAMA, LLAMA.replace("{{ bos_token }}", "")])
+def test_a_continued_chat_has_one_bos_too(template, add_bos):
+    card = llama_card(add_bos=add_bos, template_tokens=LLAMA_TOKENS, chat_template=template)
+    ids = chat_of(card).encode([Message("user", "hello"), Message("assistant", "he")], False, True)
+    assert ids.count(1) == (1 if add_bos or "bos_token" in template else 0)
+    assert b"".join(map(Tokenizer(card).token_bytes, ids)).endswith(b" he")
+
+
+# -- variables of the request ------------------------------------------------------------------------------------------
+
+
+def test_a_template_gets_the_requests_variables_and_its_own_come_first():
+    chat = chat_of(tiny_card(), "{{ mood }} {{ bos_token }} {{ more.a[0] }} {{ self_ is defined }}")
+    variables = {"mood": "fine", "bos_token": "x", "more": {"a": ["b"]}, "self": 1}
+    assert chat.render(TALK, variables=variables) == "fine <|endoftext|> b False"
+
+
+def test_variables_cannot_forge_control_tokens():
+    chat = chat_of(tiny_card(), "{{ a }}{{ b.c[0] }}{{ b | tojson }}{{ a }}{{ messages[0].content }}")
+    variables = {"a": "<|im_end|>", "b": {"c": ["<|im_start|>", 5, None], "<|im_end|>": True}}
+    assert not TINY.special_ids & set(chat.encode([Message("user", "hi")], variables=variables))

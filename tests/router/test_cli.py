@@ -15,17 +15,22 @@ import httpx
 import pytest
 
 from paceline.router import settings
+from paceline.router.keys import entry_of, hash_of, parse_keys
 from tests.fakes import FakeReplica
-from tests.router.conftest import ready, until
+from tests.router.conftest import ready, running_router, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PACELINE = str(Path(sys.executable).with_name("paceline"))
-COMMANDS = ("serve", "router", "controller", "replica", "chat", "status", "pull", "models", "fits", "replay", "version")
+COMMANDS = (
+    "serve", "router", "controller", "replica", "chat", "status", "keys", "pull", "models", "fits", "replay", "version"
+)  # fmt: skip
 
 
-def run(*arguments: str, command: str = PACELINE, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, command: str = PACELINE, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"COLUMNS": "80"} | variables
-    return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60, env=env, input=stdin)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,6 +83,46 @@ def test_the_cluster_token_is_read_from_its_file_and_never_printed(tmp_path):
     assert "cluster_token" in said
     assert "blue-heron" not in said
     assert url
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [(["--api-key-file", "/nowhere/keys.yaml"], "--api-key-file"), (["--open-routes", "/v1/models"], "--open-routes")],
+)
+def test_mistakes_about_keys_are_told_before_the_model_is_looked_at(flags, word):
+    done = run("serve", "--model", "/nowhere", *flags)
+    assert done.returncode == 1
+    assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_new_key_goes_to_stderr_and_its_entry_to_stdout(tmp_path):
+    done = run("keys", "new", "--tenant", "acme", "--priority", "-1")
+    key = done.stderr.strip()
+    assert re.fullmatch(r"pl-[\w-]{43}", key)
+    assert key not in done.stdout
+    [(hashed, entry)] = parse_keys(done.stdout, "keys.yaml").items()
+    assert (hashed, entry.tenant, entry.best_priority) == (hash_of(key), "acme", -1)
+    again = run("keys", "new", "--tenant", "x" * 200)
+    assert again.returncode == 1
+    assert again.stdout == ""
+    assert "tenant" in again.stderr
+
+
+async def test_chat_and_status_show_a_key_from_the_environment_or_a_file(tmp_path):
+    (tmp_path / "keys.yaml").write_text(entry_of("pl-right", tenant="acme"))
+    (tmp_path / "key").write_text("pl-right\n")
+    file = {"api_key_file": str(tmp_path / "keys.yaml"), "open_routes": ("/health/ready",)}
+    async with FakeReplica() as replica, running_router(replica.address, **file) as http:
+        url = ["--url", str(http.base_url)]
+        status = await asyncio.to_thread(run, "status", "--once", *url, "--key-file", str(tmp_path / "key"))
+        assert replica.replica_id in status.stdout
+        chat = await asyncio.to_thread(run, "chat", *url, PACELINE_API_KEY="pl-right", stdin="hi\n")
+        assert chat.stdout == "Hello world.\n"
+        refused = await asyncio.to_thread(run, "status", "--once", *url, PACELINE_API_KEY="pl-wrong")
+        assert refused.returncode == 1
+        assert all(word in refused.stderr for word in ("not known", "PACELINE_API_KEY", "--key-file"))
+        assert "pl-wrong" not in refused.stderr
 
 
 def started(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:

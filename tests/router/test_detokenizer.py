@@ -11,12 +11,12 @@ BYTES = [bytes([byte]) for byte in range(256)]
 MIXED = st.text(alphabet="ab한é🙂\n .", max_size=40)
 
 
-def by_characters(text, stops):
+def by_characters(text, stops, include=False):
     """The rule, written the slow way: grow the text by one character until some stop string ends there."""
     for end in range(len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
-            return text[: end - len(max(ended, key=len))], True
+            return text[: end if include else end - len(max(ended, key=len))], True
     return text, False
 
 
@@ -65,6 +65,31 @@ def test_stop_strings_end_the_text_wherever_tokens_are_cut(text, stops, borders)
         assert detokenizer.stopped == hit
 
 
+@given(
+    MIXED,
+    st.lists(st.text(alphabet="ab한\n.", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 99)),
+    st.integers(0, 12),
+    st.booleans(),
+)
+@example("abab", ["ab"], [1, 2, 3], 1, False)  # a stop that begins in a free id's text
+@example("aab", ["ab"], [1], 1, True)
+@example("한b", ["한"], [1], 1, False)  # a character belongs to the id that completes it
+def test_the_first_ids_are_shown_at_once_and_never_part_of_a_stop(text, stops, borders, num_free, include):
+    table = cut(text.encode(), borders)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(piece) for piece in table]
+    rest, hit = by_characters("".join(texts[num_free:]), stops, include)
+    for group in (1, 3, len(table) or 1):
+        detokenizer, deltas = stream(
+            table, list(range(len(table))), stops, group, num_free=num_free, include_stop=include
+        )
+        assert "".join(deltas) == "".join(texts[:num_free]) + rest
+        assert detokenizer.stopped == hit
+        if group == 1:
+            assert deltas[: min(num_free, len(table))] == texts[:num_free]
+
+
 @given(MIXED, st.lists(st.text(alphabet="ab.", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_held_back_is_only_what_may_become_a_stop_string(text, stops):
     detokenizer, seen = Detokenizer(BYTES, tuple(stops)), ""
@@ -74,7 +99,7 @@ def test_held_back_is_only_what_may_become_a_stop_string(text, stops):
             break
         whole = codecs.utf_8_decode(text.encode()[: at + 1], "strict", False)[0]
         held = whole[len(seen) :]
-        assert any(stop.startswith(held) and stop != held for stop in stops)
+        assert any(stop.startswith(held) and stop != held for stop in stops)  # one character less than it, at most
         longer = [whole[-n:] for n in range(len(held) + 1, len(whole) + 1)]
         assert not any(stop.startswith(end) for stop in stops for end in longer)
 
@@ -99,3 +124,10 @@ def test_a_text_of_its_own_loses_the_space_before_its_first_word(strip, want):
 
 def test_only_one_leading_space_goes():
     assert "".join(stream([b" ", b" a"], [0, 1], strip_space=True)[1]) == " a"
+
+
+def test_an_id_that_is_skipped_counts_and_lets_go_of_what_was_held():
+    detokenizer = Detokenizer([b"a", b"b"], ("ab",))
+    assert detokenizer.push([0]) == ""
+    detokenizer.skip()
+    assert (detokenizer.num_ids, detokenizer.flush()) == (2, "a")

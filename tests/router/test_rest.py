@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 import time
 
 import httpx
@@ -7,7 +8,9 @@ import openai
 import pytest
 
 from paceline.proto.errors import Overloaded
+from paceline.router import openai as openai_parser
 from paceline.router.answer import while_connected
+from paceline.router.rest import LARGE_BODY
 from tests.fakes import FakeReplica, encode, tiny_card
 from tests.router.conftest import ready, until
 
@@ -127,13 +130,18 @@ async def test_a_body_over_the_limit_is_413_with_or_without_a_length(router):
 
 async def test_refusals_name_the_field_and_never_repeat_the_input(router):
     async with FakeReplica() as fake, router(fake.address) as http:
-        body = {"messages": [{"role": "SECRET", "content": "x"}], "temperature": "SECRET"}
-        response = await http.post("/v1/chat/completions", json=body)
-        assert response.status_code == 400
-        assert error_of(response)["param"] == "temperature"
+        talk = [{"role": "SECRET", "content": "x"}]
+        for body, param in (
+            ({"messages": talk}, "messages[0].role"),
+            ({"temperature": "SECRET", "messages": talk}, "temperature"),
+        ):
+            response = await http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400
+            assert error_of(response)["param"] == param
+            assert "SECRET" not in response.text
+        response = await http.post("/v1/completions", json={"prompt": "x", "suffix": "SECRET"})
+        assert (response.status_code, error_of(response)["param"]) == (400, "suffix")
         assert "SECRET" not in response.text
-        response = await http.post("/v1/completions", json={"prompt": "x", "echo": True})
-        assert (response.status_code, error_of(response)["param"]) == (400, "echo")
         response = await http.post("/v1/completions", json={"prompt": [5] * 256, "stream": True})
         assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
         assert fake.submissions == []
@@ -274,6 +282,37 @@ async def test_a_router_without_replicas_starts_and_says_503(router):
             assert error_of(response)["code"] == "no_replica"
 
 
+async def test_a_strict_server_refuses_what_nothing_reads(router):
+    async with FakeReplica() as fake, router(fake.address, strict=True) as http:
+        response = await http.post("/v1/completions", json={"prompt": "x", "foo": 1})
+        assert (response.status_code, error_of(response)["param"]) == (400, "foo")
+        assert (await http.post("/v1/completions", json={"prompt": "x", "store": False})).status_code == 200
+
+
+async def test_a_body_of_more_values_than_a_parser_may_take_is_413(router):
+    async with FakeReplica() as fake, router(fake.address, max_body_values=1000) as http:
+        for body in ({"prompt": [5] * 1001}, {str(at): 1 for at in range(210)}):
+            response = await http.post("/v1/completions", json=body)
+            assert (response.status_code, error_of(response)["code"]) == (413, "payload_too_large")
+        assert (await http.post("/v1/completions", json={"prompt": [5] * 100})).status_code == 200
+
+
+async def test_large_bodies_are_read_in_another_thread(router, monkeypatch):
+    threads = []
+    parse = openai_parser.parse
+
+    def seen(*args):
+        threads.append(threading.current_thread())
+        return parse(*args)
+
+    monkeypatch.setattr(openai_parser, "parse", seen)
+    async with FakeReplica() as fake, router(fake.address) as http:
+        await http.post("/v1/completions", json={"prompt": "x"})
+        await http.post("/v1/completions", json={"prompt": "x" * LARGE_BODY})
+        await http.post("/tokenize", json={"prompt": "x" * LARGE_BODY})
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+
+
 async def test_live_answers_while_a_large_prompt_is_tokenized(router):
     card = tiny_card(max_model_len=100_000)
     async with FakeReplica(card=card) as fake, router(fake.address, max_body_bytes=32 << 20) as http:
@@ -291,7 +330,7 @@ async def test_live_answers_while_a_large_prompt_is_tokenized(router):
 
 
 async def test_a_hundred_thousand_tokens_and_a_scrape_do_not_hold_up_health(router):
-    """Tokenized off the loop: the answer to a probe waits for neither. Ids of such a length are checked on it."""
+    """Parsed and tokenized off the loop: the answer to a probe waits for neither."""
     card = tiny_card(max_model_len=200_000)
     slowest, took = {}, {}
     async with FakeReplica(card=card, stall_at=0) as fake, router(fake.address, max_body_bytes=32 << 20) as http:

@@ -91,6 +91,15 @@ async def test_a_large_message_is_refused_and_the_channel_lives(router):
         assert (await stub.Generate(whole())).choices[0].text == "Hello world."
 
 
+async def test_metadata_is_bounded_and_the_channel_lives(router):
+    more = [("grpc.max_metadata_size", 1 << 20), ("grpc.absolute_max_metadata_size", 1 << 20)]
+    async with FakeReplica() as fake, grpc_router(router, fake.address, more=more) as (stub, _, _):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Generate(whole(), metadata=[("x-much", "x" * 100_000)])
+        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Generate(whole())).choices[0].text == "Hello world."
+
+
 def test_the_options_have_the_names_that_the_library_reads():
     given = dict(options(RouterConfig()))
     core = Path(grpc.__file__).parent.joinpath("_cython").glob("cygrpc*.so")

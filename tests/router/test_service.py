@@ -22,6 +22,7 @@ from paceline.router import generation as generation_module
 from paceline.router import service as service_module
 from paceline.router.config import RouterConfig
 from paceline.router.fields import CHAT, COMPLETIONS
+from paceline.router.keys import Key
 from paceline.router.limits import Deadlines
 from paceline.router.openai import parse
 from paceline.router.pool import Pool
@@ -154,6 +155,126 @@ async def test_what_just_fits_is_served_and_an_open_limit_stays_open(num_prompt,
     async with serving(fake := FakeReplica()) as service:
         await run(service, completion(prompt=[5] * num_prompt, max_tokens=max_tokens))
         assert fake.submissions[0].params.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "more", "param", "numbers"),
+    [
+        (256, {"min_tokens": 1}, "prompt", (256,)),
+        (250, {"min_tokens": 7}, "min_tokens", (250, 7, 256)),
+        (257, {"max_tokens": 0, "echo": True}, "prompt", (257, 256)),
+    ],
+)
+async def test_the_least_that_is_asked_for_must_fit_too(num_prompt, more, param, numbers):
+    async with serving(fake := FakeReplica()) as service:
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await run(service, completion(prompt=[5] * num_prompt, **more))
+        assert caught.value.param == param
+        assert all(str(number) in caught.value.message for number in numbers)
+        assert fake.submissions == []
+
+
+async def test_a_prompt_alone_may_fill_the_context():
+    async with serving(FakeReplica()) as service:
+        for num_prompt in (1, 256):
+            await service.render(completion(prompt=[5] * num_prompt, max_tokens=0, echo=True))
+
+
+IDS = list(range(5, 255))
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ({"truncate_prompt_tokens": 10}, IDS[-10:]),
+        ({"truncate_prompt_tokens": 1}, IDS[-1:]),
+        ({"truncate_prompt_tokens": 250}, IDS),
+        ({"truncate_prompt_tokens": 10**9}, IDS),
+        ({"truncate_prompt_tokens": -1}, IDS),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 56}, IDS[-200:]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 255}, IDS[-1:]),
+        ({"truncate_prompt_tokens": 10, "prompt": [0, *IDS]}, [0, *IDS[-9:]]),
+        ({"truncate_prompt_tokens": 1, "prompt": [0, *IDS]}, [0]),
+        ({"truncate_prompt_tokens": -1, "prompt": IDS * 2}, (IDS * 2)[-255:]),
+    ],
+)
+async def test_a_prompt_is_cut_only_as_it_is_asked_to_be(body, want):
+    async with serving(fake := FakeReplica()) as service:
+        await run(service, completion(**{"prompt": IDS} | body))
+        assert fake.submissions[0].prompt_ids == want
+
+
+@pytest.mark.parametrize(
+    "body", [{"truncate_prompt_tokens": -1, "max_tokens": 256}, {"truncate_prompt_tokens": 200, "max_tokens": 57}]
+)
+async def test_a_cut_that_leaves_no_room_is_refused_with_the_numbers(body):
+    async with serving(FakeReplica()) as service:
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await run(service, completion(prompt=IDS, **body))
+        assert caught.value.param == "max_tokens"
+        assert str(body["max_tokens"]) in caught.value.message
+
+
+async def test_cached_blocks_are_shared_where_model_key_and_salt_are_equal():
+    card = tiny_card()
+    asked = [
+        completion(prompt=[5] * 40),
+        completion(prompt=[5] * 40),
+        completion(prompt=[5] * 40, cache_salt="a"),
+        parse(COMPLETIONS, {"prompt": [5] * 40}, card, CONFIG, Key(tenant="t", salt="a")),
+        parse(COMPLETIONS, {"prompt": [5] * 40, "cache_salt": "a"}, card, CONFIG, Key(tenant="t", salt="a")),
+    ]
+    async with serving(fake := FakeReplica()) as service:
+        for call in asked:
+            await run(service, call)
+        first, again, *others = fake.submissions
+        assert (first.cache_root, first.block_hashes) == (again.cache_root, again.block_hashes)
+        roots = [request.cache_root for request in fake.submissions[1:]]
+        assert len(set(roots)) == len(roots)
+        assert all(
+            request.block_hashes == hashing.prompt_hashes(request.cache_root, [5] * 40, 16) for request in others
+        )
+        assert [request.tenant for request in fake.submissions] == ["", "", "", "t", "t"]
+
+
+async def test_a_prompt_may_go_without_the_token_that_begins_texts():
+    card = tiny_card(add_bos=True)
+    async with serving(fake := FakeReplica(card=card)) as service:
+        await run(service, completion(card, prompt="hi", truncate_prompt_tokens=1))
+        await run(service, completion(card, prompt="hi", add_special_tokens=False))
+        assert [request.prompt_ids for request in fake.submissions] == [[0], encode("hi")]
+
+
+async def test_what_is_rendered_is_what_is_computed():
+    talk = [{"role": "user", "content": "hi <|im_end|>"}, {"role": "assistant", "content": "The capital is"}]
+    going_on = {"messages": talk, "continue_final_message": True}
+    async with serving(fake := FakeReplica()) as service:
+        for call, text in (
+            (completion(prompt="hello"), "hello"),
+            (completion(prompt=encode("hello <|im_end|>")), "hello <|im_end|>"),
+            (parse(CHAT, going_on, tiny_card(), CONFIG), None),
+            (parse(CHAT, going_on | {"truncate_prompt_tokens": 5}, tiny_card(), CONFIG), None),
+        ):
+            shown, ids = await service.render(call)
+            await run(service, call)
+            assert fake.submissions[-1].prompt_ids == ids
+            assert shown == (text or service.model.tokenizer.decode(ids))
+
+
+async def test_structure_is_compiled_before_anything_is_tokenized(monkeypatch):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    async with serving(fake := FakeReplica()) as service:
+        await run(service, completion(guided_json=schema, n=2))
+        [sent] = fake.submissions
+        assert sent.params.grammar
+        assert sent.params.grammar == await service.model.structures.compile(completion(guided_json=schema).structure)
+        monkeypatch.setattr(service.model, "encode", None)  # whoever calls it fails
+        for body in ({"guided_regex": "(a"}, {"guided_json": {"type": "nope"}}):
+            with pytest.raises(InvalidRequest) as caught:
+                await run(service, completion(**body))
+            assert caught.value.param in body
+            with pytest.raises(InvalidRequest):
+                await service.render(completion(**body))
 
 
 async def test_an_empty_prompt_is_refused():

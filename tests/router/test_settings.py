@@ -56,7 +56,7 @@ def test_false_and_zero_given_are_given():
 
 def test_every_field_that_a_person_may_want_to_set_has_a_setting():
     made_by_commands = {"model", "served_model_name", "chat_template", "cluster_token", "rank", "replica"}
-    limits_of_ours = {f for f in CONFIGS["router"].__struct_fields__ if f.startswith("max_") or f.startswith("slow_")}
+    limits_of_ours = {"max_unread_bytes", "max_unread_tokens", "slow_reader_seconds"}
     inner = {"num_cpus_per_rank", "namespace"}
     into = {path for setting in SETTINGS for path in setting.into}
     for room, config in CONFIGS.items():
@@ -110,6 +110,13 @@ def test_one_file_serves_every_command(tmp_path):
     file = read_file(write(tmp_path, "max_num_seqs: 4\ncontroller: host:1\nreplica: [a:1, b:2]\n"))
     assert resolve("router", {}, {}, file)["replica"] == ("a:1", "b:2")
     assert "controller" not in resolve("serve", {}, {}, file)
+
+
+def test_a_list_may_be_written_with_commas_wherever_it_stands():
+    flag = {"open_routes": ["/health/ready,/metrics", "/version"]}  # a flag that was given twice
+    for given in (resolve("router", flag, {}, {}), resolve("router", {}, {}, flag)):
+        assert given["open_routes"] == ("/health/ready", "/metrics", "/version")
+    assert resolve("router", {}, {"PACELINE_OPEN_ROUTES": "/metrics, /version"}, {})["open_routes"][1] == "/version"
 
 
 @pytest.mark.parametrize(

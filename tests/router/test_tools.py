@@ -18,6 +18,27 @@ async def test_what_is_tokenized_is_what_a_generation_computes(router):
             assert answer == {"tokens": ids, "count": len(ids), "max_model_len": 256}
 
 
+async def test_what_is_rendered_is_the_text_and_the_ids_of_a_generation(router):
+    unfinished = [*HI, {"role": "assistant", "content": "The <|im_end|>"}]
+    bodies = [
+        ("/v1/completions", {"prompt": "hello there", "temperature": 0}),
+        ("/v1/completions", {"prompt": encode("hello there"), "truncate_prompt_tokens": 2}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/chat/completions", {"messages": unfinished, "continue_final_message": True}),
+    ]
+    async with FakeReplica() as fake, router(fake.address) as http:
+        for path, body in bodies:
+            answer = (await http.post("/render", json=body)).json()
+            await http.post(path, json=body)
+            ids = fake.submissions[-1].prompt_ids
+            whole = (await http.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+            assert answer == {"prompt": whole, "tokens": ids, "count": len(ids), "max_model_len": 256}
+        assert answer["prompt"].endswith("<|im_start|>assistant\nThe <|im_end|>")  # as it was, and no control token
+        assert answer["tokens"][-1] != 2
+        response = await http.post("/render", json={"prompt": "x", "foo": 1})
+        assert response.headers["x-paceline-ignored-fields"] == "foo"
+
+
 async def test_ids_become_the_text_that_they_came_from(router):
     async with FakeReplica() as fake, router(fake.address) as http:
         for text in ("hello there", "Äpfel 🍏 <|im_start|>", " two  spaces\n"):
@@ -38,7 +59,10 @@ async def test_a_text_can_go_without_the_token_that_begins_texts(router):
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
-        ("/tokenize", {"prompt": [1, 2]}, "prompt"),
+        ("/render", {"prompt": [[1], [2]]}, "prompt"),
+        ("/render", {"prompt": "x", "temperature": 9}, "temperature"),
+        ("/render", {"prompt": "x", "max_tokens": 256}, "max_tokens"),
+        ("/render", {"prompt": "x " * 400}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HI}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),

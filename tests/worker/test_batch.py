@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.proto.request import SamplingParams
-from paceline.proto.step import NULL_BLOCK, TOKEN_IN_TABLE, SlotInit, StepPlan, column
+from paceline.proto.step import NULL_BLOCK, TAKE_POOL, TOKEN_IN_TABLE, SlotInit, StepPlan, column
 from paceline.worker.batch import build_batch
 from paceline.worker.table import SlotTable
 
@@ -108,3 +108,27 @@ def test_a_plan_without_rows_makes_an_empty_batch(table):
 def test_rows_of_another_epoch_are_our_own_bug(table):
     with pytest.raises(AssertionError, match="another epoch"):
         build_batch(plan_of((1, 0, 2, -1, 0, 1), epochs=[9]), table, BLOCK)
+
+
+def test_scored_ids_are_the_prompts_that_follow_a_token_of_the_chunk(table):
+    table.slots["num_prompt"] = 12
+    table.slots["prompt_logprobs"] = [0, 1, 2, 3, 4]
+    plan = plan_of(
+        (1, 0, 5, -1, 2, 1), (3, 10, 4, -1, 3, 1), (0, 9, 1, -1, 2, 1), (2, 0, 2, -1, 0, 1), (4, 15, 1, -1, 3, 1)
+    )
+    batch = build_batch(plan, table, BLOCK)
+    assert batch.order[batch.scored.rows].tolist() == [2] + 5 * [0] + [1]
+    assert batch.scored.counts.tolist() == [0] + 5 * [1] + [3]
+    assert batch.scored.ids.tolist() == [10, 101, 102, 103, 104, 105, 311]
+    assert batch.ids[batch.scored.tokens].tolist() == [9, 100, 101, 102, 103, 104, 310]
+    assert batch.order[batch.samples].tolist() == [4, 1]
+
+
+def test_nothing_is_scored_where_nobody_asks_or_no_prompt_follows(table):
+    assert build_batch(plan_of((1, 0, 5, -1, 1, 1)), table, BLOCK).scored is None
+    assert build_batch(plan_of((1, 19, 1, -1, 3, 1)), table, BLOCK).scored is None
+
+
+def test_takes_that_this_version_lacks_are_our_own_bug(table):
+    with pytest.raises(AssertionError, match="takes"):
+        build_batch(plan_of((1, 0, 2, -1, TAKE_POOL, 1)), table, BLOCK)

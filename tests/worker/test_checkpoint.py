@@ -184,6 +184,7 @@ def test_bos_is_added_as_the_setting_says_or_else_as_the_tokenizer_does(folder, 
     tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)
     plain = tokenizer.encode("hello", add_special_tokens=False).ids
     assert tokenizer.encode("hello").ids == ([1] if vocabulary.add_bos else []) + plain
+    assert set(map(type, vocabulary.template_tokens.values())) == {str}
 
 
 def test_sampling_defaults_are_those_recommended_for_sampling(folder):

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from llguidance import LLMatcher
 
 from paceline.proto.errors import StartupError
 from paceline.proto.request import SamplingParams
@@ -14,6 +15,7 @@ from tests.worker.crew import gang_config, weight_bytes
 from tests.worker.drive import Driver, Row, rank_of
 from tests.worker.test_models_llama import Recorder
 
+BOUND = SamplingParams(seed=12, min_tokens=3, grammar=LLMatcher.grammar_from_regex("([a-z]{2,5}[0-9]){3}"))
 SEEDED = SamplingParams(seed=11, temperature=0.8, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3)
 PROMPTS = [[(7 * i + 13 * j) % 384 for j in range(n)] for i, n in enumerate((5, 17, 40))]
 NUM_IDS = 10
@@ -68,7 +70,10 @@ def together(driver: Driver, params: SamplingParams, chunk: int) -> list[list[in
     return drawn
 
 
-@pytest.mark.parametrize("params", [SamplingParams(seed=0, temperature=0.0), SEEDED], ids=["greedy", "seeded"])
+PARAMS = {"greedy": SamplingParams(seed=0, temperature=0.0), "seeded": SEEDED, "grammar": BOUND}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_logits_and_ids_are_those_of_one_rank(layout, params):
     gang, alone = layout
     recorder = Recorder(alone)
@@ -85,13 +90,13 @@ def test_logits_and_ids_are_those_of_one_rank(layout, params):
 @pytest.mark.parametrize("layout", [name for name, (_, _, pp) in LAYOUTS.items() if pp == 1], indirect=True)
 def test_a_step_sent_ahead_reads_the_id_that_another_rank_drew(layout):
     gang, alone = layout
-    expected = Driver(alone).generate(0, PROMPTS[2], NUM_IDS, SEEDED)
-    driver = Driver(gang)
-    driver.admit(1, PROMPTS[2], SEEDED)
-    start = len(PROMPTS[2])
-    pending = [driver.submit(Row(1, 0, start))] + [driver.submit(Row(1, start + i, 1)) for i in range(NUM_IDS - 1)]
-    assert [step.result().ids[0] for step in pending] == expected
-    released(driver)
+    driver, start = Driver(gang), len(PROMPTS[2])
+    for params in (SEEDED, BOUND):
+        expected = Driver(alone).generate(0, PROMPTS[2], NUM_IDS, params)
+        driver.admit(1, PROMPTS[2], params)
+        pending = [driver.submit(Row(1, 0, start))] + [driver.submit(Row(1, start + i, 1)) for i in range(NUM_IDS - 1)]
+        assert [step.result().ids[0] for step in pending] == expected
+        released(driver)
 
 
 def test_logprobs_come_from_the_whole_vocabulary(layout):

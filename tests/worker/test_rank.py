@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from paceline.proto.codec import decode_plan, encode_step
 from paceline.proto.errors import StartupError
@@ -12,6 +13,7 @@ from paceline.proto.request import SamplingParams
 from paceline.proto.step import TAKE_NONE, StepPlan
 from paceline.proto.units import GIB
 from paceline.worker.config import RankConfig
+from paceline.worker.grammar import NO_WAY_ON
 from paceline.worker.memory import FreeMemory, check_weights, fit_length, plan_pool
 from paceline.worker.rank import Rank, resolve_device, resolve_dtype
 from tests.models import tiny_llama_folder
@@ -19,6 +21,9 @@ from tests.worker.drive import GREEDY, Driver, Row, rank_of
 from tests.worker.families import FAMILIES, WINDOW
 
 SEEDED = SamplingParams(seed=11, temperature=0.8, top_p=0.95)
+BOUND = SamplingParams(
+    seed=12, min_tokens=3, grammar=LLMatcher.grammar_from_regex("([a-z]{2,5}[0-9]){3}"), frequency_penalty=0.3
+)
 PROMPTS = [[(7 * i + 13 * j) % 384 for j in range(n)] for i, n in enumerate((5, 15, 16, 17, 40, 33))]
 
 
@@ -60,7 +65,7 @@ def test_chunks_do_not_change_ids(driver, params):
             assert driver.generate(5, prompt, 12, params, chunk=chunk) == whole
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, BOUND], ids=["greedy", "seeded", "grammar"])
 def test_a_mixed_batch_equals_each_alone(driver, params):
     alone = [driver.generate(0, prompt, 10, params) for prompt in PROMPTS]
     # Sequence i joins at step i, half of its prompt at a time, while the others decode.
@@ -89,13 +94,15 @@ def test_a_mixed_batch_equals_each_alone(driver, params):
 
 
 def test_a_step_sent_ahead_reads_the_id_from_the_table(driver):
-    for params in (GREEDY, SEEDED):
-        expected = driver.generate(0, PROMPTS[4], 10, params)
+    for params in (GREEDY, SEEDED, BOUND):
+        expected = driver.generate(0, PROMPTS[4], 20, params)
         driver.admit(1, PROMPTS[4], params)
         n = len(PROMPTS[4])
-        pending = [driver.submit(Row(1, 0, n))] + [driver.submit(Row(1, n + i, 1)) for i in range(9)]
+        pending = [driver.submit(Row(1, 0, n))] + [driver.submit(Row(1, n + i, 1)) for i in range(19)]
         assert all(step.is_done() for step in pending)  # on a CPU
-        assert [step.result().ids[0] for step in pending] == expected
+        results = [step.result() for step in pending]
+        assert [result.ids[0] for result in results] == expected
+        assert not any(result.faults for result in results)
         driver.release(1)
 
 
@@ -153,16 +160,19 @@ def test_a_prefix_hit_computes_only_the_rest(driver):
     driver.tables[second] = driver.tables[second][2:]
 
 
-def test_a_preempted_sequence_goes_on_with_the_ids_it_would_have_drawn(driver):
+PENAL = SamplingParams(seed=3, temperature=1.0, frequency_penalty=0.7, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("params", [PENAL, BOUND], ids=["penalties", "grammar"])
+def test_a_preempted_sequence_goes_on_with_the_ids_it_would_have_drawn(driver, params):
     prompt = PROMPTS[3]
-    penal = SamplingParams(seed=3, temperature=1.0, frequency_penalty=0.7, repetition_penalty=1.2)
-    expected = driver.generate(0, prompt, 14, penal)
-    driver.admit(1, prompt, penal)
+    expected = driver.generate(0, prompt, 14, params)
+    driver.admit(1, prompt, params)
     drawn = list(driver.prefill(1, len(prompt)).ids)
     drawn += [driver.step(Row(1, len(prompt) + i, 1)).ids[0] for i in range(5)]
     driver.release(1)
     driver.generate(2, PROMPTS[5], 4)  # somebody else takes its blocks
-    driver.admit(6, prompt + drawn, penal, num_prompt=len(prompt))
+    driver.admit(6, prompt + drawn, params, num_prompt=len(prompt))
     drawn += driver.prefill(6, len(prompt) + 6, 7).ids
     drawn += [driver.step(Row(6, len(prompt) + 6 + i, 1)).ids[0] for i in range(7)]
     assert drawn == expected
@@ -200,6 +210,15 @@ def test_a_row_with_broken_logits_faults_and_its_neighbours_go_on(driver):
     assert result.faults == {0: "the model's logits are not finite"}
     assert result.num_ids.tolist() == [0, 1]
     assert result.ids.tolist() == expected
+
+
+def test_a_row_whose_grammar_cannot_be_followed_faults_and_its_neighbours_go_on(driver):
+    expected = driver.generate(0, PROMPTS[1], 1)
+    driver.admit(1, PROMPTS[0], SamplingParams(seed=0, grammar="no grammar {"))
+    driver.admit(2, PROMPTS[1])
+    result = driver.step(Row(2, 0, 15), Row(1, 0, 5))
+    assert result.faults == {1: NO_WAY_ON}
+    assert (result.num_ids.tolist(), result.ids.tolist()) == ([1, 0], expected)
 
 
 def test_a_plan_without_rows_runs(driver):

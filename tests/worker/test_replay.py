@@ -1,6 +1,7 @@
 """A rank that fails leaves a dump, and the dump runs again."""
 
 import pytest
+from llguidance import LLMatcher
 
 from paceline.proto.errors import StartupError
 from paceline.proto.request import SamplingParams
@@ -11,6 +12,7 @@ from tests.models import tiny_llama_folder
 from tests.worker.drive import Driver, Row, rank_of
 
 SEEDED = SamplingParams(seed=5, temperature=0.9)
+BOUND = SamplingParams(seed=6, grammar=LLMatcher.grammar_from_regex("[0-9a-f]+"))
 PROMPT = [(i * 11) % 384 for i in range(21)]
 
 
@@ -36,10 +38,11 @@ def crash(driver, tmp_path):
     return dump
 
 
-def test_a_failing_step_is_raised_and_its_plans_run_again_to_the_same_ids(folder, tmp_path):
+@pytest.mark.parametrize("params", [SEEDED, BOUND], ids=["seeded", "grammar"])
+def test_a_failing_step_is_raised_and_its_plans_run_again_to_the_same_ids(folder, tmp_path, params):
     driver = Driver(rank_of(folder, dump_dir=str(tmp_path)))
     driver.generate(3, PROMPT[:9], 4)
-    driver.admit(0, PROMPT, SEEDED)
+    driver.admit(0, PROMPT, params)
     drawn = list(driver.prefill(0, 21, 8).ids) + [driver.step(Row(0, 21 + i, 1)).ids[0] for i in range(9)]
     dump = crash(driver, tmp_path)
     header, plans = read_dump(dump)

@@ -16,7 +16,7 @@ from paceline.worker.table import SlotTable
 VOCAB = 50
 
 
-def sample(logits, *params, positions=None, choices=None, ids=((),), num_prompt=0, vocab_size=None):
+def sample(logits, *params, positions=None, choices=None, ids=((),), num_prompt=0, vocab_size=None, eos_ids=()):
     """One draw per row of ``logits``; params and ids repeat over the rows. Returns Drawn."""
     rows = len(logits)
     table = SlotTable(rows, 64, 16)
@@ -33,7 +33,7 @@ def sample(logits, *params, positions=None, choices=None, ids=((),), num_prompt=
     ]
     table.apply(StepPlan(step_id=1, admissions=admissions))
     where = np.array(positions if positions is not None else [len(ids[row % len(ids)]) for row in range(rows)])
-    return Sampler(vocab_size or logits.shape[1])(logits, np.arange(rows), where, table)
+    return Sampler(vocab_size or logits.shape[1], eos_ids)(logits, np.arange(rows), where, table)
 
 
 def params(**fields) -> SamplingParams:
@@ -205,6 +205,23 @@ def test_bias_moves_an_id_and_minus_hundred_bans_it():
     assert sample(logits, params(temperature=0.0, logit_bias={7: -100.0, 12: 0.1})).ids.tolist() == [12]
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.9}], ids=str)
+def test_before_min_tokens_no_end_is_drawn_whatever_speaks_for_it(fields):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 4, 9, 11]] = torch.tensor([50.0, 49.0, 48.0, 40.0])
+    wants = params(min_tokens=2, stop_ids=(9, VOCAB + 3), logit_bias={3: 100.0}, logprobs=1, **fields)
+    found = [sample(logits, wants, positions=[5 + i], num_prompt=5, eos_ids=(3, 4)) for i in range(3)]
+    assert [int(drawn.ids) for drawn in found] == [11, 11, 3]
+    assert found[0].logprobs.by_row()[0][0].top_ids == [3]  # of the raw distribution
+
+
+def test_min_tokens_are_a_rows_own():
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 3] = 9.0
+    settings = [params(temperature=0.0, min_tokens=k, logit_bias={7: 1.0}) for k in (0, 3, 2, 0)]
+    assert sample(logits, *settings, positions=[2] * 4, eos_ids=(3,)).ids.tolist() == [3, 7, 3, 3]
+
+
 # -- log-probabilities and faults --------------------------------------------------------------------------------------
 
 
@@ -217,14 +234,15 @@ def test_logprobs_are_of_the_raw_distribution_and_only_for_rows_that_asked():
         params(logprobs=1, top_k=1, frequency_penalty=1.0),
     ]
     drawn = sample(logits, *settings)
-    told = drawn.logprobs.by_draw()
+    told = drawn.logprobs.by_row()
     assert set(told) == {0, 2, 3}
     raw = logits.log_softmax(-1)
     for row, count in ((0, 3), (2, 0), (3, 1)):
-        assert told[row].logprob == pytest.approx(float(raw[row, drawn.ids[row]]), abs=1e-5)
+        [token] = told[row]
+        assert token.logprob == pytest.approx(float(raw[row, drawn.ids[row]]), abs=1e-5)
         top = raw[row].topk(count)
-        assert told[row].top_ids == top.indices.tolist()
-        assert told[row].top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
+        assert token.top_ids == top.indices.tolist()
+        assert token.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
     assert drawn.ids[0] == 2
 
 

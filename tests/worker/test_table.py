@@ -78,6 +78,16 @@ def test_a_release_leaves_no_blocks_and_no_bias_behind(table):
     assert table.slots["epoch"][3] == FREE
 
 
+def test_min_tokens_count_from_the_prompts_end_and_only_then_are_stop_ids_kept(table):
+    table.apply(
+        StepPlan(step_id=1, admissions=[admission(0, min_tokens=4, stop_ids=(9, 8)), admission(1, stop_ids=(9,))])
+    )
+    assert table.slots["min_len"][:2].tolist() == [2 + 4, 0]
+    assert table.early_stop_ids == {0: (9, 8)}
+    table.apply(StepPlan(step_id=2, releases=column([0]), admissions=[admission(1, epoch=2, min_tokens=1)]))
+    assert table.early_stop_ids == {}
+
+
 def test_table_writes_of_many_slots_land_at_their_own_entries(table):
     table.apply(StepPlan(step_id=1, **writes((0, 3, 11), (2, 0, 12), (3, 1, 13))))
     filled = {(int(s), int(i)): int(table.block_table[0, s, i]) for s, i in np.argwhere(table.block_table[0])}

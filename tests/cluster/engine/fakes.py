@@ -9,8 +9,8 @@ from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.executor import Executor
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.proto import hashing
-from paceline.proto.request import Request, SamplingParams, TokenDelta
-from paceline.proto.step import TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan, StepResult
+from paceline.proto.request import Request, SamplingParams, TokenDelta, TokenLogprobs
+from paceline.proto.step import TAKE_PROMPT_LOGPROBS, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan, StepResult
 
 BLOCK = 16
 ROOT = hashing.root("test", "float32")
@@ -19,6 +19,26 @@ ROOT = hashing.root("test", "float32")
 def scripted(prompt: tuple[int, ...], choice: int, position: int) -> int:
     """The id that the fake model puts at ``position``: a function of prompt, choice and position only."""
     return (sum(prompt) * 31 + choice * 7919 + position * 104729) % 50021
+
+
+Script = Callable[[tuple[int, ...], int, int], int]
+
+
+def drawn(script: Script, prompt: tuple[int, ...], choice: int, position: int, params: SamplingParams, eos_ids) -> int:
+    """The script's id, as a rank would let it pass: nothing that ends before min_tokens. A fake grammar allows but the
+    script's id, whatever min_tokens says, and after as many ids as its text says an end token."""
+    index = position - len(prompt)
+    if params.grammar and index >= int(params.grammar):
+        return eos_ids[0]
+    token = script(prompt, choice, position)
+    while not params.grammar and index < params.min_tokens and (token in eos_ids or token in params.stop_ids):
+        token += 1
+    return token
+
+
+def prompt_logprobs_at(ids: list[int], position: int) -> TokenLogprobs:
+    """What the fake model says of the id at ``position``."""
+    return TokenLogprobs(-float(position), [ids[position]], [-float(position)])
 
 
 class FakeExecutor(Executor):
@@ -31,11 +51,13 @@ class FakeExecutor(Executor):
 
     def __init__(
         self,
-        script: Callable[[tuple[int, ...], int, int], int] = scripted,
+        script: Script = scripted,
         faults: dict | None = None,
         staged: bool = False,
         windows: tuple[int, ...] = (0,),
+        eos_ids: tuple[int, ...] = (),
     ):
+        self.eos_ids = eos_ids
         self.staged = staged
         self.windows = windows
         self.script = script
@@ -51,21 +73,32 @@ class FakeExecutor(Executor):
         self._apply(plan)
         for row in range(len(plan.chunk_slots)):
             self._write(plan, row)
-        num_ids, ids = array("i"), array("i")
+        num_ids, ids, prompt_logprobs = array("i"), array("i"), {}
         faults = {row: "injected" for row in self.faults.get(plan.step_id, ()) if row < len(plan.chunk_slots)}
         for row in range(len(plan.chunk_slots)):
             self._read(plan, row)
-            taken = plan.chunk_takes[row] == TAKE_SAMPLE and row not in faults
-            num_ids.append(int(taken))
-            if taken:
+            takes = 0 if row in faults else plan.chunk_takes[row]
+            if takes & TAKE_PROMPT_LOGPROBS:
+                prompt_logprobs[row] = self._prompt_logprobs(plan, row)
+            num_ids.append(int(bool(takes & TAKE_SAMPLE)))
+            if takes & TAKE_SAMPLE:
                 state = self.slots[plan.chunk_slots[row]]
                 end = plan.chunk_starts[row] + plan.chunk_lens[row]
-                token = self.script(tuple(state["ids"][: state["num_prompt"]]), state["choice"], end)
+                prompt, params = tuple(state["ids"][: state["num_prompt"]]), state["params"]
+                assert params.max_tokens != 0, "an id is drawn for nobody"
+                token = drawn(self.script, prompt, state["choice"], end, params, self.eos_ids)
                 if not self.staged:
                     self._set(state, end, token)
                 ids.append(token)
         self.results.append(
-            StepResult(step_id=plan.step_id, epochs=plan.chunk_epochs, num_ids=num_ids, ids=ids, faults=faults)
+            StepResult(
+                step_id=plan.step_id,
+                epochs=plan.chunk_epochs,
+                num_ids=num_ids,
+                ids=ids,
+                prompt_logprobs=prompt_logprobs,
+                faults=faults,
+            )
         )
 
     def collect(self) -> StepResult:
@@ -84,6 +117,7 @@ class FakeExecutor(Executor):
                 "ids": list(init.token_ids),
                 "num_prompt": init.num_prompt,
                 "choice": init.choice,
+                "params": init.params,
                 "table": {},
             }
         writes = zip(plan.table_slots, plan.table_groups, plan.table_indices, plan.table_blocks, strict=True)
@@ -120,6 +154,14 @@ class FakeExecutor(Executor):
                 expected = group, state["ids"][position]
                 assert held == expected, f"row {row} reads {held} at {position} of {state['ids']}, group {group}"
 
+    def _prompt_logprobs(self, plan: StepPlan, row: int) -> list[TokenLogprobs]:
+        state = self.slots[plan.chunk_slots[row]]
+        assert state["params"].prompt_logprobs is not None, f"row {row} takes what nobody asked for"
+        start, end = plan.chunk_starts[row], plan.chunk_starts[row] + plan.chunk_lens[row]
+        followed = range(start + 1, min(end, state["num_prompt"] - 1) + 1)
+        assert followed, f"row {row} is followed by no prompt id"
+        return [prompt_logprobs_at(state["ids"], position) for position in followed]
+
     @staticmethod
     def _set(state: dict, position: int, token: int) -> None:
         ids = state["ids"]
@@ -148,7 +190,7 @@ def make_request(
     if isinstance(prompt, int):
         base = int.from_bytes(request_id.encode()[-3:], "little") % 40000
         prompt = [(base + 13 * i) % 49000 for i in range(prompt)]
-    root = hashing.root("test", "float32", salt=tenant) if named else b""
+    root = hashing.root("test", "float32", salts=(tenant,)) if named else b""
     return Request(
         request_id=request_id,
         prompt_ids=prompt,
@@ -182,9 +224,12 @@ class Drive:
     def __init__(self, scheduler: Scheduler, executor: FakeExecutor | None = None):
         self.scheduler = scheduler
         self.executor = executor or FakeExecutor(
-            staged=scheduler.config.num_stages > 1, windows=scheduler.config.windows
+            staged=scheduler.config.num_stages > 1,
+            windows=scheduler.config.windows,
+            eos_ids=scheduler.config.eos_ids,
         )
         self.emitted: dict[tuple[str, int], list[int]] = {}
+        self.told: dict[str, list[TokenLogprobs]] = {}  # of prompts
         self.endings: dict[tuple[str, int], TokenDelta] = {}
         self.steps = 0
 
@@ -197,6 +242,11 @@ class Drive:
             key = (delta.request_id, delta.choice)
             assert key not in self.endings, f"{key} went on after its end"
             got = self.emitted.setdefault(key, [])
+            if delta.prompt_logprobs is not None:
+                assert delta.choice == 0
+                assert delta.prompt_logprobs, f"{key} was told nothing of its prompt"
+                assert not got, f"{key} heard of its prompt after its first id"
+                self.told.setdefault(delta.request_id, []).extend(delta.prompt_logprobs)
             if delta.ids:
                 assert delta.offset == len(got), f"{key} jumped from {len(got)} to {delta.offset}"
             got += delta.ids
@@ -229,6 +279,10 @@ class Drive:
                 return self
             assert self.step(), "work is present, nothing can be planned"
         raise AssertionError(f"not done after {max_steps} steps")
+
+
+def expected_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
+    return [prompt_logprobs_at(request.prompt_ids, position) for position in range(1, len(request.prompt_ids))]
 
 
 def expected_ids(request: Request, choice: int = 0) -> list[int]:
