@@ -1,5 +1,6 @@
 # make setup   everything into .venv     make serve   serve the default model
 # make test    the tests (<= 10 min)     make lint    ruff, mypy, import-linter, buf
+# make docs    docs/api.md, out of the code's own tables
 # make prove   every "Must show" line of the issues at full counts, one table
 #
 # PYTHON        the interpreter that .venv is made with
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 SERVE_STAMP := $(VENV)/.serve-ready
 DEV_STAMP := $(VENV)/.dev-ready
 
-.PHONY: setup setup-dev serve test lint prove proto proto-released clean
+.PHONY: setup setup-dev serve test lint docs prove proto proto-released clean
 
 setup: $(SERVE_STAMP)
 
@@ -64,6 +65,9 @@ lint: setup-dev $(LINKS)
 	@PYTHONPATH=.lint $(BIN)/lint-imports
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking --against proto/released.binpb
+
+docs: setup-dev
+	@$(BIN)/python -m paceline.router.reference > docs/api.md
 
 prove: setup-dev
 	@$(BIN)/python -m tests.prove $(ARGS)

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -24,11 +25,12 @@ from paceline.router.metrics import Metrics
 from paceline.router.openai import Call
 from paceline.router.pinger import Pinger
 from paceline.router.service import Service
+from paceline.router.shapes import size_of
+from paceline.router.tokenizer import Tokenizer
 from paceline.router.transport import ABORT
 
 log = logging.getLogger("paceline.router")
 
-CHUNKS = "paceline.chunks"  # in a request's scope: the server's own send. Layers in between care for the start alone
 FAIL_WAIT = 5.0  # seconds that an error event waits for a client that does not read
 _MAX_IGNORED = 20  # names in the header
 
@@ -57,7 +59,6 @@ class Answer(Response):
         self._started = False  # headers are out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_chunk = scope.get(CHUNKS, send)
         if not await while_connected(receive, self._run(send, scope.get(ABORT))):
             log.info("request %s: the client closed the connection", self._request_id)
 
@@ -104,16 +105,20 @@ class Answer(Response):
                 shape.collect(delta)
         usage = await generation.usage()
         self._metrics.finished(usage)
-        await self._send_json(200, shape.whole(usage), send)
+        body = await Tokenizer.off_loop(shape.size, lambda: shape.whole(usage))
+        await self._send_json(200, body, send)
 
     async def _stream(self, generation: Generation, shape: shapes.Shape, send: Send) -> None:
         """Headers wait for the first news or ping: what goes wrong before is a status and not a broken stream."""
         gaps: list[float] = []
         last = self._began
         opened = False
+        plain = self._call.params.prompt_logprobs is None
         async for batch in generation.deltas():
             now = time.perf_counter()
-            body = b"".join([shape.event(delta) for delta in batch])
+            body = (
+                shape.events(batch) if plain else await Tokenizer.off_loop(size_of(batch), partial(shape.events, batch))
+            )
             if opened:
                 gaps.append(now - last)
             else:
@@ -123,7 +128,7 @@ class Answer(Response):
                 await self._start_stream(send)
                 body = shape.opening() + body
             last = now
-            await self._send_chunk({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         usage = await generation.usage()
         self._metrics.gaps(self._call.route, gaps)
         self._metrics.finished(usage)

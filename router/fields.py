@@ -348,7 +348,15 @@ _PEERS: tuple[Field, ...] = (
     _ignored("stream_reasoning", "Reasoning is not told apart from the answer yet.", _TALK),
 )
 
-FIELDS: tuple[Field, ...] = _PROMPT + _SAMPLING + _STRUCTURE + _OUTPUT + _OPENAI + _PEERS
+GROUPS: dict[str, tuple[Field, ...]] = {
+    "prompt": _PROMPT,
+    "sampling": _SAMPLING,
+    "structure": _STRUCTURE,
+    "output": _OUTPUT,
+    "openai": _OPENAI,
+    "peers": _PEERS,
+}
+FIELDS: tuple[Field, ...] = tuple(field for group in GROUPS.values() for field in group)
 
 BY_ROUTE: dict[str, dict[str, Field]] = {
     route: {field.name: field for field in FIELDS if route in field.routes} for route in BOTH

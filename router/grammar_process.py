@@ -36,6 +36,7 @@ _SENTENCES = (
     ("not present in a registry", "has a $ref to another document, which is not fetched"),
     ("look-around", "has look-around, which is not supported"),
     ("backreferences", "has a backreference, which is not supported"),
+    ("Failed to generate regex", "has a range of numbers that cannot be followed"),
     ("panic", TOO_COMPLEX),
     ("too ", TOO_COMPLEX),
     ("exhausted", TOO_COMPLEX),

@@ -63,9 +63,9 @@ def _from_schema(schema: dict[str, Any]) -> str:
 
 
 def _int64(digits: str) -> int:
-    """llguidance would round what is beyond."""
+    """llguidance would round what is beyond, and -2**63 and its neighbour end its process."""
     value = int(digits)
-    if not -(2**63) <= value < 2**64:
+    if float(value) <= -(2**63) or value >= 2**64:
         raise ValueError
     return value
 

@@ -27,7 +27,7 @@ from paceline.proto.errors import (
     Unauthenticated,
 )
 from paceline.proto.model import ModelCard
-from paceline.router import access, openai, shapes, tools
+from paceline.router import access, openai, openapi, shapes, tools
 from paceline.router.answer import Answer, ignored_header, retry_after
 from paceline.router.auth import Guard
 from paceline.router.config import RouterConfig
@@ -118,6 +118,12 @@ def make_app(service: Service, pool: Pool, metrics: Metrics, guard: Guard, confi
     app.add_api_route("/render", render, methods=["POST"], response_model=None)
     app.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=None)
 
+    document = orjson.dumps(openapi.document(config, tools.version()))
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return _json(200, document)
+
     @app.get("/version")
     async def version() -> Response:
         return _json(200, orjson.dumps({"version": tools.version()}))
@@ -172,7 +178,6 @@ class Entry:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        scope[CHUNKS] = send
         self._metrics.began()
         try:
             scope["state"]["key"] = self._guard.admit(scope["path"], _header(scope, b"authorization"))

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -30,6 +31,7 @@ from paceline.router.metrics import Metrics
 from paceline.router.rest import LARGE_BODY, REQUEST_ID, timeouts
 from paceline.router.rpc_errors import status_of
 from paceline.router.service import Service
+from paceline.router.shapes import size_of
 from paceline.router.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.router")
@@ -147,8 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if first:
                     self._metrics.first_text(visit.method, time.perf_counter() - visit.began)
                     first = False
-                for delta in batch:
-                    shape.collect(delta)
+                await Tokenizer.off_loop(size_of(batch), partial(shape.collect, batch))
             usage = await generation.usage()
         self._metrics.finished(usage)
         return shape.whole(usage)
@@ -166,7 +167,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 else:
                     self._metrics.first_text(visit.method, now - last)
                 last = now
-                choices = [shape.piece(delta) for delta in batch]  # before the prompt, which the first one may complete
+                # Before the prompt, which the first piece may complete.
+                choices = await Tokenizer.off_loop(size_of(batch), partial(shape.pieces, batch))
                 message = pb.StreamGenerateResponse(prompt=prompt, choices=choices)
                 await visit.context.write(message)
                 visit.num_emitted, prompt = generation.num_generated, None

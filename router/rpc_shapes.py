@@ -98,7 +98,21 @@ class Shape:
         self._whole = [pb.Choice(index=index) for index in range(call.num_choices)]
         self._texts: list[list[str]] = [[] for _ in self._whole]
 
-    def piece(self, delta: TextDelta) -> pb.Choice:
+    def pieces(self, batch: Sequence[TextDelta]) -> list[pb.Choice]:
+        return [self._piece(delta) for delta in batch]
+
+    def collect(self, batch: Sequence[TextDelta]) -> None:
+        """For an answer that is sent whole."""
+        for piece in self.pieces(batch):
+            self._texts[piece.index].append(piece.text)
+            self._whole[piece.index].MergeFrom(piece)  # lists grow; the text is joined once, at the end
+
+    def whole(self, usage: Usage) -> pb.GenerateResponse:
+        for choice, texts in zip(self._whole, self._texts, strict=True):
+            choice.text = "".join(texts)
+        return pb.GenerateResponse(prompt=self.prompt, choices=self._whole, usage=usage_of(usage))
+
+    def _piece(self, delta: TextDelta) -> pb.Choice:
         text = delta.text
         if delta.prompt is not None:
             text = delta.prompt.text + text
@@ -111,17 +125,6 @@ class Shape:
             logprobs=self._logprobs(delta.ids, delta.logprobs) if delta.logprobs else (),
             finish=pb.FinishInfo(reason=_REASONS[delta.finish_reason]) if delta.finish_reason else None,
         )
-
-    def collect(self, delta: TextDelta) -> None:
-        """For an answer that is sent whole."""
-        piece = self.piece(delta)
-        self._texts[delta.index].append(piece.text)
-        self._whole[delta.index].MergeFrom(piece)  # lists grow; the text is joined once, at the end
-
-    def whole(self, usage: Usage) -> pb.GenerateResponse:
-        for choice, texts in zip(self._whole, self._texts, strict=True):
-            choice.text = "".join(texts)
-        return pb.GenerateResponse(prompt=self.prompt, choices=self._whole, usage=usage_of(usage))
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
         return [

@@ -15,6 +15,7 @@ from paceline.proto.errors import PacelineError
 from paceline.proto.request import TokenLogprobs, Usage
 from paceline.router.detokenizer import Detokenizer, Prompt, TextDelta
 from paceline.router.fields import CHAT
+from paceline.router.mailbox import LOGPROB_BYTES
 from paceline.router.openai import Call
 from paceline.router.tokenizer import Tokenizer
 
@@ -49,6 +50,9 @@ class Shape:
         tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
         return b"".join([head + tail for head in self._heads])
 
+    def events(self, batch: Sequence[TextDelta]) -> bytes:
+        return b"".join([self.event(delta) for delta in batch])
+
     def event(self, delta: TextDelta) -> bytes:
         """What one delta is on the wire: a chunk with the prompt, one of text, one with the reason, all or none."""
         out = self._echo(delta.index, delta.prompt) if delta.prompt is not None and self._call.echo else b""
@@ -82,6 +86,11 @@ class Shape:
         """For an answer that is sent whole."""
         self._choices[delta.index].collect(delta)
 
+    @property
+    def size(self) -> int:
+        """About how many characters of log probabilities `whole` has to write."""
+        return sum(choice.size for choice in self._choices)
+
     def whole(self, usage: Usage) -> bytes:
         choices = [choice.whole(index) for index, choice in enumerate(self._choices)]
         head = self._head("chat.completion" if self._chat else "text_completion")
@@ -107,10 +116,11 @@ class _Choice:
         self._chat = call.route == CHAT
         self._echoes = call.echo
         self._tells_logprobs = call.params.logprobs is not None
-        self._ids: list[int] | None = [] if call.return_ids else None
+        self._tells_ids = call.return_ids
         self._tokenizer = tokenizer
         self._texts: list[str] = []
-        self._logprobs: dict[str, list[Any]] | None = None
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._reason: str | None = None
         self._prompt: Prompt | None = None
         # For text_offset.
@@ -120,20 +130,15 @@ class _Choice:
     def collect(self, delta: TextDelta) -> None:
         if delta.prompt is not None:
             self._prompt = delta.prompt
-            if self._echoes:
-                self._texts.append(delta.prompt.text)
-                self._logprobs = self.echo(delta.prompt)
+            self._texts.append(delta.prompt.text)
         self._texts.append(delta.text)
-        if self._ids is not None:
-            self._ids += delta.ids
+        self._ids += delta.ids
+        self._logprobs += delta.logprobs or ()
         self._reason = delta.finish_reason or self._reason
-        if delta.logprobs is not None:
-            more = self.logprobs(delta.ids, delta.logprobs)
-            if self._logprobs is None:
-                self._logprobs = more
-            else:
-                for name, values in self._logprobs.items():
-                    values.extend(more[name])
+
+    @property
+    def size(self) -> int:
+        return _size(self._logprobs) + (_size_of_prompt(self._prompt) if self._prompt else 0)
 
     def whole(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts)
@@ -141,8 +146,15 @@ class _Choice:
             body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
             body = {"text": text}
-        ids = {} if self._ids is None else {"token_ids": self._ids}
-        return {"index": index, **body, "logprobs": self._logprobs, **ids, "finish_reason": self._reason}
+        ids = {"token_ids": self._ids} if self._tells_ids else {}
+        return {"index": index, **body, "logprobs": self._all_logprobs(), **ids, "finish_reason": self._reason}
+
+    def _all_logprobs(self) -> dict[str, list[Any]] | None:
+        echoed = self.echo(self._prompt) if self._prompt is not None and self._echoes else None
+        if not self._logprobs:
+            return echoed
+        told = self.logprobs(self._ids, self._logprobs)
+        return {name: echoed[name] + values for name, values in told.items()} if echoed else told
 
     def logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         if self._chat:
@@ -213,6 +225,19 @@ class _Choice:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def size_of(batch: Sequence[TextDelta]) -> int:
+    """About how many characters of the prompts' log probabilities these deltas are."""
+    return sum(_size_of_prompt(delta.prompt) for delta in batch if delta.prompt is not None)
+
+
+def _size_of_prompt(prompt: Prompt) -> int:
+    return _size(prompt.logprobs or ())
+
+
+def _size(logprobs: Sequence[TokenLogprobs]) -> int:
+    return LOGPROB_BYTES * len(logprobs) * (1 + len(logprobs[0].top_ids)) if logprobs else 0
 
 
 def floor(logprob: float) -> float:

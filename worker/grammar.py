@@ -45,7 +45,7 @@ class _Text:
 
 
 class Grammars:
-    """Of the rank that samples. ``num_threads`` fill masks together; ``beside``: beside the forward, not before it."""
+    """Of the rank that samples. ``num_threads`` fill masks together; ``beside``: beside the forward, not behind it."""
 
     def __init__(self, card: ModelCard, num_threads: int, beside: bool):
         self._vocab_size = card.vocab_size
@@ -78,7 +78,8 @@ class Grammars:
         last_ids = pinned_copy(batch.ids[batch.last_tokens]).numpy()
         masks = Masks.open(draws, self._vocab_size, pinned=batch.ids.is_cuda)
         fill = partial(self._fill, masks, masks.bits.numpy(), texts, positions, last_ids, enqueued_event(batch.ids))
-        # PLACEHOLDER
+        # On a CPU there is no core to spare: masks of 16 rows of JSON take 0.5 ms, and steps of 42 ms came out as long
+        # with a side thread as without. It does without, for nothing then competes with the forward.
         return fill if self._thread is None else self._thread.submit(fill).result
 
     def _fill(

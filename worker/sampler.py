@@ -74,12 +74,13 @@ class Sampler:
         draws: list[int] = []
         ids: list[int] = []
         for draw in early.tolist():
-            ends = [i for i in (*self.eos_ids, *table.early_stop_ids.get(int(slots[draw]), ())) if i < self.vocab_size]
+            ends = [*self.eos_ids, *table.early_stop_ids.get(int(slots[draw]), ())]
+            ends = [i for i in ends if 0 <= i < self.vocab_size]
             if masks is None or masks.leaves(draw, ends):
                 draws += [draw] * len(ends)
                 ids += ends
-        where = torch.tensor([draws, ids], device=logits.device).long()
-        return logits.index_put((where[0], where[1]), logits.new_tensor(-torch.inf))
+        where = _to(np.array([draws, ids], np.int64), logits)
+        return logits.index_put((where[0], where[1]), logits.new_full((), -torch.inf))
 
 
 def _shape(raw: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, table: SlotTable):
@@ -95,8 +96,8 @@ def _shape(raw: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np
         logits[where] = _penalize(raw[where], rows[which], slots[which], positions[which], table)
     for row in biased.tolist():
         bias = {i: value for i, value in table.logit_bias[int(slots[row])].items() if 0 <= i < raw.shape[1]}
-        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=raw.device)
-        logits[row].index_add_(0, torch.tensor(list(bias), dtype=torch.int64, device=raw.device), values)
+        values = _to(np.array(list(bias.values()), np.float32), raw)
+        logits[row].index_add_(0, _to(np.array(list(bias), np.int64), raw), values)
     return logits
 
 

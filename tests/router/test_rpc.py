@@ -12,7 +12,7 @@ from paceline.proto.errors import BY_CODE, Overloaded
 from paceline.router import rpc
 from paceline.router.rpc_errors import status_of
 from tests.e2e.server import free_port
-from tests.fakes import FakeReplica, encode, tiny_card
+from tests.fakes import FakeReplica, encode, prompt_logprobs_of, tiny_card
 from tests.router.conftest import until
 from tests.router.fronts import channel_to, details_of
 from tests.router.rpc_client import ENDLESS, drain, grpc_router, read_all, streamed, whole
@@ -34,6 +34,46 @@ async def test_text_can_be_left_out(router):
         answer = await stub.Generate(whole(output=pb.Output(text=False, token_ids=True)))
         assert answer.choices[0].text == ""
         assert list(answer.choices[0].token_ids) == [*encode("Hello"), 2]
+
+
+async def test_the_prompts_logprobs_come_in_the_first_message(router):
+    prompt = "hello there, the end"
+    ask = {"output": pb.Output(prompt_logprobs=2), "sampling": pb.Sampling(max_tokens=3, n=2)}
+    async with FakeReplica(text="Hello world.") as fake, grpc_router(router, fake.address) as (stub, _, _):
+        answer = await stub.Generate(whole(prompt, **ask))
+        first, *others = [message async for message in stub.StreamGenerate(streamed(prompt, **ask))]
+        told = prompt_logprobs_of(fake.submissions[0])
+        assert [entry.token.logprob for entry in answer.prompt.logprobs] == [entry.logprob for entry in told]
+        assert [entry.token.id for entry in answer.prompt.logprobs] == encode(prompt)[1:]
+        assert [[top.id for top in entry.top] for entry in answer.prompt.logprobs] == [entry.top_ids for entry in told]
+        assert first.prompt == answer.prompt
+        assert first.choices
+        assert not any(message.HasField("prompt") for message in others)
+
+
+async def test_an_echo_begins_each_choice_with_the_prompt_and_may_be_all_of_it(router):
+    async with FakeReplica(text="Yes.") as fake, grpc_router(router, fake.address) as (stub, _, _):
+        echo = pb.Output(echo=True, logprobs=0)
+        answer = await stub.Generate(whole("hello", output=echo, sampling=pb.Sampling(n=2)))
+        assert [choice.text for choice in answer.choices] == ["helloYes."] * 2
+        answer = await stub.Generate(whole("hello", output=echo, sampling=pb.Sampling(max_tokens=0)))
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish.reason) == ("hello", pb.FINISH_REASON_LENGTH)
+        assert answer.usage.completion_tokens == 0
+        assert len(answer.prompt.logprobs) == len(encode("hello")) - 1
+
+
+async def test_what_of_the_end_is_shown_is_asked_for_as_over_http(router):
+    async with FakeReplica(text="one two") as fake, grpc_router(router, fake.address) as (stub, _, _):
+        for output, text in (
+            (pb.Output(), "one"),
+            (pb.Output(include_stop_str_in_output=True), "one t"),
+        ):
+            answer = await stub.Generate(whole(output=output, sampling=pb.Sampling(stop=[" t"])))
+            assert answer.choices[0].text == text
+        shown = pb.Output(include_stop_str_in_output=True, skip_special_tokens=False)
+        answer = await stub.Generate(whole(output=shown, sampling=pb.Sampling(stop=[" t"], min_tokens=4)))
+        assert answer.choices[0].text == "one two<|im_end|>"
 
 
 async def test_the_request_id_comes_back(router):

@@ -12,9 +12,10 @@ from paceline.router.mailbox import HARD, Mailbox
 from tests.fakes import FakeReplica, tiny_card
 from tests.router.conftest import until
 
-SETTINGS = {"slow_reader_seconds": 0.5, "max_unread_bytes": 8192, "max_unread_tokens": 100}
+SETTINGS = {"slow_reader_seconds": 0.5, "max_unread_bytes": 65536, "max_unread_tokens": 100}
 CARD = tiny_card(max_model_len=1_000_000)
-BODY = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True}).encode()
+# With log probabilities the buffers before the mailbox fill at once, long before the kernel gives the connection up.
+BODY = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True, "logprobs": 5}).encode()
 
 
 def connect(url) -> socket.socket:

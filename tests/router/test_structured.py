@@ -87,6 +87,7 @@ async def test_a_json_object_is_an_object_with_at_most_one_blank_between_tokens(
         ),
         (JSON_SCHEMA, '{"type":"object","properties":{"x-guidance":{"type":"null"}}}', '{"x-guidance":null}', "{1"),
         (JSON_SCHEMA, '{"const":"ä日本"}', '"ä日本"', '"a"'),
+        (JSON_SCHEMA, '{"type":"integer","minimum":0,"maximum":18446744073709551615}', "7", "-1"),
         (REGEX, "[0-9]{3}-[0-9]{4}", "555-0199", "555-019"),
         (REGEX, r"\x{41}[]a-]+?(?P<name>b|c)\u{1F600}", "A]-aab\U0001f600", "A"),
         (REGEX, r"(?i:yes)\{\}", "YES{}", "yes"),
@@ -122,6 +123,7 @@ async def test_the_same_structure_is_compiled_once(structures, monkeypatch):
         (schema({"type": "string", "format": "secret"}), "format"),
         (schema({"type": "integer", "minimum": 5, "maximum": 1}), "no value"),
         (schema({"oneOf": [{"type": "string"}, {"minLength": 3}]}), "anyOf"),
+        (schema({"type": "number", "minimum": 1e300}), "range"),
         (schema({"$ref": "#/nope"}), r"\$ref"),
         (schema({"$ref": "http://example.com/x"}), "not fetched"),
         (schema({"x-guidance": {"lenient": True}, "uniqueItems": True}), "x-guidance"),
@@ -131,6 +133,7 @@ async def test_the_same_structure_is_compiled_once(structures, monkeypatch):
         (schema('{"maximum":' + "9" * 5000 + "}"), "JSON"),
         (schema('{"maximum":1e400}'), "64 bits"),
         (schema({"enum": [2**64]}), "64 bits"),
+        (schema({"const": -(2**63) + 1}), "64 bits"),
         (schema("[" * 5000), "JSON"),
         (schema('{"items":' * 900 + "{}" + "}" * 900), "complex|JSON"),
         (schema("true"), "object"),
@@ -217,7 +220,7 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
     max_leaves=12,
 )
-INT64 = st.integers(-(2**63), 2**62)
+INT64 = st.integers(-(2**63) + 2**10, 2**62)
 SCALARS = st.one_of(
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
