@@ -163,12 +163,12 @@ class Generation:
                 ticket.finish(news.choice, choice.num_used)
 
     def _prompt(self, at: int) -> Prompt:
-        """What its choices begin with. Raises ReplicaLost if the replica did not tell all of it."""
+        """What its choices begin with. Raises SequenceFault if the replica did not tell all of it."""
         if (prompt := self._prompts[at]) is None:
             call, ids = self.call, self._requests[at].prompt_ids
             logprobs = self._prompt_logprobs[at] if call.params.prompt_logprobs is not None else None
             if logprobs is not None and len(logprobs) != len(ids) - 1:
-                raise ReplicaLost("the replica left out log probabilities of the prompt")
+                raise SequenceFault("the replica left out log probabilities of the prompt")
             prompt = self._prompts[at] = Prompt(ids=ids, text=self._echo(at) if call.echo else "", logprobs=logprobs)
         return prompt
 

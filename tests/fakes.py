@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -105,7 +106,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     ``script``: ids of a choice, by (request, choice); they end with "stop" at an eos id and start again from the first
     if they run out. Options: ``delay`` seconds per step; ``stall_at`` / ``die_at`` / ``duplicate_at`` / ``skip_at`` /
     ``fail_at`` (with ``fail_code``): what happens when any choice is to send its id of that number; ``reject``: the
-    answer to every submission; ``max_num_seqs`` / ``max_waiting_requests``: what it says it takes; ``silent``: no
+    answer to every submission; ``max_num_seqs`` / ``max_waiting_requests``: what it says it takes; ``bounded``: the
+    context ends a choice, too; ``silent``: no
     heartbeats; ``hold``: nothing is accepted until ``release`` is called; ``short_prompt``: of the prompt's log
     probabilities the last one is left out.
 
@@ -137,6 +139,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         max_num_seqs: int = 0,
         max_waiting_requests: int = 0,
         short_prompt: bool = False,
+        bounded: bool = False,
     ):
         self.card = card or tiny_card()
         ids = [*encode(text), self.card.eos_ids[0]]
@@ -147,6 +150,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.duplicate_at, self.skip_at = duplicate_at, skip_at
         self.silent, self.per_frame, self.short_prompt = silent, per_frame, short_prompt
         self.max_num_seqs, self.max_waiting_requests = max_num_seqs, max_waiting_requests
+        self.bounded = bounded
         self.load = load or ReplicaLoad(blocks_total=100)
         self.ranks = ranks
         self.submissions: list[Request] = []
@@ -285,6 +289,11 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             if rows:
                 await self._write(context, lock, self._frame(rows))
 
+    def _room(self, request: Request) -> float:
+        """How many ids a choice may have."""
+        context = self.card.max_model_len - len(request.prompt_ids) if self.bounded else math.inf
+        return context if request.params.max_tokens is None else min(context, request.params.max_tokens)
+
     async def _next(self, handle: int, running: Running, choice: int) -> TokenDelta | None:
         at, params = running.sent[choice], running.request.params
         prompt_logprobs = None
@@ -309,7 +318,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         while len(ids) < self.per_frame and reason is None:
             id = script[(at + len(ids)) % len(script)]
             ids.append(id)
-            if params.max_tokens is not None and at + len(ids) >= params.max_tokens:
+            if at + len(ids) >= self._room(running.request):
                 reason = FINISH_LENGTH
             ends = id in params.stop_ids or (id in self.card.eos_ids and not params.ignore_eos)
             if ends and at + len(ids) > params.min_tokens:

@@ -130,10 +130,11 @@ def test_case_34_grpc_the_same(tiny, end, status):
         for _ in range(10):
             timeout = 0.03 if end == "deadline" else None
             call = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=timeout)
+            if end == "cancel":
+                next(call)
+                call.cancel()
             with pytest.raises(grpc.RpcError) as raised:
-                for _ in call:
-                    if end == "cancel":
-                        call.cancel()
+                list(call)
             assert raised.value.code() == status
 
 

@@ -56,7 +56,7 @@ class Pulse(threading.Thread):
 async def main() -> None:
     troubles, stop, url = Troubles(), asyncio.Event(), asyncio.get_running_loop().create_future()
     logging.getLogger().addHandler(troubles)
-    async with FakeReplica(text="Hello.", per_frame=50) as fake:
+    async with FakeReplica(text="Hello.", per_frame=50, bounded=True) as fake:
         config = RouterConfig(port=0, grpc_port=free_port(), replicas=(fake.address,), drain_seconds=1, **LIMITS)
         serving = asyncio.create_task(serve_router(config, ready=url.set_result, stop=stop))
         pulse = Pulse((await url).removeprefix("http://"))

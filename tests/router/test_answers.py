@@ -174,6 +174,27 @@ async def test_each_of_several_choices_has_one_role_and_one_reason(router):
             assert own[-1]["delta"] == {}
 
 
+async def test_no_choice_is_ever_lost_or_out_of_order(router):
+    def script(request, choice):
+        return [*encode("abcdefgh"[choice] * (choice % 3 + 1)), 2]  # the later ones often end first
+
+    async with FakeReplica(script=script) as fake, router(fake.address) as http:
+        room = asyncio.Semaphore(8)
+
+        async def one() -> dict[str, Any]:
+            async with room:
+                return (await http.post("/v1/completions", json={"prompt": "hi", "n": 8})).json()
+
+        for answer in await asyncio.gather(*(one() for _ in range(50))):
+            choices = answer["choices"]
+            assert [choice["index"] for choice in choices] == list(range(8))
+            assert [choice["text"] for choice in choices] == ["abcdefgh"[at] * (at % 3 + 1) for at in range(8)]
+            assert answer["usage"]["prompt_tokens"] == len(encode("hi"))
+        body = {"prompt": ["A", "B", "C"], "n": 2, "max_tokens": 1}
+        choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+        assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate("ababab")]
+
+
 @pytest.mark.parametrize("options", [{"include_usage": True}, {}])
 async def test_usage_comes_once_and_last_and_only_when_asked_for(router, options):
     async with FakeReplica(text=TEXT, num_cached=3) as fake, router(fake.address) as http:
@@ -258,9 +279,10 @@ async def test_logprobs_of_the_prompt_come_as_vllm_shows_them(router):
 
 async def test_a_prompt_whose_logprobs_are_not_all_told_is_no_answer(router):
     async with FakeReplica(short_prompt=True) as fake, router(fake.address) as http:
-        body = {"prompt": "hello there", "max_tokens": 1, "prompt_logprobs": 0}
-        answer = await http.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+        for num in (0, 1):
+            body = {"prompt": "hello there", "max_tokens": num, "prompt_logprobs": 0}
+            answer = await http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "sequence_fault")
 
 
 async def test_a_prompt_that_moves_tells_its_logprobs_from_the_beginning(router):
@@ -296,6 +318,14 @@ async def test_logprobs_of_a_chat_have_an_entry_for_every_token_that_counts(rout
         for bad in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 3}):
             refused = await http.post("/v1/chat/completions", json={"messages": USER} | bad)
             assert refused.status_code == 400
+
+
+async def test_logprobs_of_a_completion_are_lists_as_long_as_it(router):
+    async with FakeReplica(text=TEXT) as fake, router(fake.address) as http:
+        whole, _ = await both(http, logprobs=0, max_tokens=5)
+        lists = whole["choices"][0]["logprobs"]
+        assert {len(values) for values in lists.values()} == {whole["usage"]["completion_tokens"]} == {5}
+        assert (await http.post("/v1/completions", json={"prompt": "hi", "logprobs": True})).status_code == 400
 
 
 async def test_a_control_token_has_its_logprob_and_what_cannot_be_has_the_lowest_number(router, monkeypatch):

@@ -110,7 +110,7 @@ def session():
         yield one
 
 
-@share(0.2)
+@share(0.1)
 @given(case=CASES)
 def test_what_the_document_describes_is_answered_as_it_describes(running, session, case):
     response = case.call(base_url=running.url, session=session)
@@ -318,7 +318,7 @@ FINE = {
 }
 
 
-@share(0.3)
+@share(0.4)
 @given(GRPC_CALLS)
 def test_any_message_gives_an_answer_or_a_refusal(running, asked):
     name, message = asked
