@@ -233,8 +233,9 @@ class Choice:
     def __init__(self, index: int, model: "Model", call: Call, prompt_ids: list[int], stop_ids: frozenset[int]):
         """``stop_ids``: those that end a choice, the model's own among them."""
         tokenizer = model.tokenizer
-        # A chat reply is a text of its own; a completion goes on from its prompt, unless that holds no text at all.
-        alone = call.route == CHAT or all(id in tokenizer.special_ids for id in prompt_ids)
+        # A reply is a text of its own; other answers go on from their prompt, unless that holds no text at all.
+        replies = call.route == CHAT and not call.continue_final
+        alone = replies or all(id in tokenizer.special_ids for id in prompt_ids)
         self._index = index
         self._detokenizer = Detokenizer(
             tokenizer.text_bytes if call.skip_special else tokenizer.written_bytes,

@@ -1,16 +1,18 @@
 """A process that compiles what clients send, so that it may take too long, take too much or crash: the kernel ends it.
 
-Its standard input and output carry frames (`frame`, `read_frame`), one answer per question. The first question is the
-model's card, each later one a kind and a source; an answer is whether it went well, and a text: the grammar, or what is
-wrong, to be read after the name of the field. The other end is `structured.py`.
+It reads the vocabulary once and forks; the child compiles, and when it has come to grief the next one takes its place
+in a millisecond. Standard input and output carry frames (`frame`, `read_frame`), one answer per question. The first
+question is the model's card, each later one a kind and a source; an answer is whether it went well, and a text: the
+grammar, or what is wrong, to be read after the name of the field. The other end is `structured.py`.
 """
 
+import os
 import re
 import resource
 import signal
 import struct
 import sys
-from typing import BinaryIO
+from typing import IO
 
 import llguidance
 import msgspec
@@ -61,7 +63,7 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
     """None where the other end is gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -94,33 +96,43 @@ def sentence(error: str) -> str:
 
 
 def main() -> None:
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-
-    def send(one: Answer) -> None:
-        answers.write(frame(msgspec.msgpack.encode(one)))
-        answers.flush()
-
-    card = read_frame(questions)
+    card = read_frame(sys.stdin.buffer)
     if card is None:
         return
     try:
         vocabulary = vocabulary_of(msgspec.msgpack.decode(card, type=ModelCard))
     except ValueError:
-        send(Answer(False, "cannot be asked of this model: its tokenizer does not allow it"))
+        _send(Answer(False, "cannot be asked of this model: its tokenizer does not allow it"))
         return
-    send(Answer(True, ""))
+    _send(Answer(True, ""))
+    while True:
+        child = os.fork()
+        if child == 0:
+            _serve(vocabulary)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+        _send(Answer(False, TOO_COMPLEX))
+
+
+def _serve(vocabulary: llguidance.LLTokenizer) -> None:
+    """Until the other end is gone. Nobody handles the timers' signals: they end the process, in native code, too."""
     with open("/proc/self/statm") as pages:
-        used = int(pages.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    while (payload := read_frame(questions)) is not None:
+        most = int(pages.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    while (payload := read_frame(sys.stdin.buffer)) is not None:
         question = msgspec.msgpack.decode(payload, type=Question)
-        # Nobody handles these: they end the process, in native code, too.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
         one = answer(vocabulary, question)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(one)
+        _send(one)
+
+
+def _send(one: Answer) -> None:
+    sys.stdout.buffer.write(frame(msgspec.msgpack.encode(one)))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     skip_special: bool = True  # control tokens are not shown
     # What is answered.
     echo: bool = False  # each choice begins with its prompt
+    list_prompt_logprobs: bool = False  # in a list of their own, beside those of an echo
     stream: bool = False
     include_usage: bool = False
     return_ids: bool = False  # the client wants token ids, too
@@ -97,6 +98,7 @@ def parse(route: str, body: dict[str, Any], card: ModelCard, config: RouterConfi
         include_stop=_one_of(given, "include_stop_str_in_output", "no_stop_trim") or False,
         skip_special=given.get("skip_special_tokens", True),
         echo=given.get("echo", False),
+        list_prompt_logprobs="prompt_logprobs" in given,
         stream=given.get("stream", False),
         include_usage=_include_usage(given),
         return_ids=given.get("return_token_ids", False),

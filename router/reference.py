@@ -127,7 +127,8 @@ def _fields(group: str) -> str:
 
 
 def _where(field: Field) -> str:
-    return {(COMPLETIONS,): " ¹", (CHAT,): " ²"}.get(field.routes, "")
+    marks: dict[tuple[str, ...], str] = {(COMPLETIONS,): " ¹", (CHAT,): " ²"}
+    return marks.get(field.routes, "")
 
 
 def _value(field: Field) -> str:

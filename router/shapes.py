@@ -95,7 +95,7 @@ class Shape:
         choices = [choice.whole(index) for index, choice in enumerate(self._choices)]
         head = self._head("chat.completion" if self._chat else "text_completion")
         tail = b""
-        if self._call.params.prompt_logprobs is not None:
+        if self._call.list_prompt_logprobs:
             n = self._call.params.n
             prompts = [orjson.Fragment(orjson.dumps(choice.prompt_logprobs())) for choice in self._choices[::n]]
             if self._chat:

@@ -1,7 +1,7 @@
 """Structures that clients ask for become grammars that a rank can follow, or a refusal. Off the event loop.
 
 The work is done by processes of their own (`grammar_process.py`), since a text of a few hundred bytes can keep a
-compiler for minutes. How a structure becomes a grammar is `grammars.py`.
+compiler for minutes, or end it. How a structure becomes a grammar is `grammars.py`.
 """
 
 import asyncio

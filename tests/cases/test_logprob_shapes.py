@@ -21,6 +21,7 @@ def test_case_16_an_echo_with_logprobs_has_an_entry_for_every_token(tiny, prompt
     if not max_tokens:
         assert choice["text"] == text
     assert choice["finish_reason"] == "length"
+    assert "prompt_logprobs" not in choice  # which is another field's way to tell them
     lists = choice["logprobs"]
     assert {len(values) for values in lists.values()} == {count + max_tokens}
     first, *rest = lists["token_logprobs"]

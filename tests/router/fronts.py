@@ -131,17 +131,22 @@ def _gathered(objects: list[dict[str, Any]]) -> Outcome:
     counts = (usage["prompt_tokens"], usage["completion_tokens"], cached)
     ranked = objects[0].get("prompt_logprobs") or objects[0]["choices"][0].get("prompt_logprobs") or [None]
     of_prompt = [sorted(token["logprob"] for token in entry.values()) for entry in ranked[1:]]
+    for one in told.values():
+        if one.logprobs and one.logprobs[0][0] is None:  # an echo: over gRPC they stand with the prompt
+            of_prompt = [tops for _, tops in one.logprobs[1 : counts[0]]]
+            del one.logprobs[: counts[0]]
     return Outcome([told[index] for index in sorted(told)], counts, prompt_logprobs=of_prompt)
 
 
 def _http_logprobs(raw: dict[str, Any] | None) -> list[tuple[float, list[float]]]:
+    """The first token of an echo has none."""
     if raw is None:
         return []
     if "content" in raw:
         tops = [{bytes(t["bytes"]): t["logprob"] for t in (*e["top_logprobs"], e)} for e in raw["content"]]
         return [(e["logprob"], sorted(top.values())) for e, top in zip(raw["content"], tops, strict=True)]
     pairs = zip(raw["token_logprobs"], raw["top_logprobs"], strict=True)
-    return [(value, sorted(top.values())) for value, top in pairs]
+    return [(value, sorted((top or {}).values())) for value, top in pairs]
 
 
 # -- gRPC --------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,15 @@ async def test_the_same_structure_is_compiled_once(structures, monkeypatch):
     assert await structures.compile(schema({"type": "boolean"})) == grammar
 
 
+async def test_its_processes_end_with_it():
+    structures = Structures(tiny_card())
+    await structures.compile(Structure(JSON_OBJECT))
+    child = structures._idle.get_nowait()._child
+    # Its output ends when all that it forked have ended, too.
+    assert child.stdout.closed
+    assert child.returncode is not None
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
