@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+from jsonschema import Draft202012Validator as Validator
 
 from tests.e2e.schemas import Schema
 
@@ -37,7 +38,7 @@ async def obey(url: str, schemas: Sequence[Schema], concurrency: int = 16, **fie
             finished += 1
             text = choice["message"]["content"]
             try:
-                jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+                Validator(schema, format_checker=Validator.FORMAT_CHECKER).validate(json.loads(text))
             except (ValueError, jsonschema.ValidationError) as error:
                 raise AssertionError(f"{text!r} does not obey {json.dumps(schema, ensure_ascii=False)}") from error
     return f"{finished} of {finished + cut} finished, all valid; {cut} cut at max_tokens; {num_tokens} tokens"

@@ -58,6 +58,13 @@ def clients() -> str:
     return passed(run_pytest("tests/clients"))
 
 
+def anything() -> str:
+    output = run_pytest("tests/router/test_fuzz.py", "-s", env={"PACELINE_EXAMPLES": "10000"})
+    live = re.search(r"slowest answer of /health/live: \d+ ms", output)
+    assert live
+    return f"10,000 requests over HTTP and gRPC: no 5xx, no traceback, nothing left; {live[0]}"
+
+
 def equality() -> str:
     with with_grpc() as (running, address):
         return asyncio.run(eighty_requests(running.url, address))
@@ -116,9 +123,30 @@ def _read(url: str, times: list[float]) -> None:
                 times.append(time.monotonic())
 
 
+def router_cost() -> str:
+    told, rates = [], []
+    for pace, name in ((router_bench.BUSY, "a write for each token"), (0, "flat out")):
+        with router_bench.replica(pace) as address, router_bench.router(address, [PACELINE]) as running:
+            router_bench.throughput(running, 64, 100)
+            rounds = [router_bench.throughput(running, 64, 1000) for _ in range(5)]
+        middle = sorted(rounds, key=lambda one: one.tokens_per_second)[2]
+        rates.append(middle.tokens_per_second)
+        told.append(f"{name}: {middle}")
+    with router_bench.replica(router_bench.CALM) as address, router_bench.router(address, [PACELINE]) as running:
+        for num in (1, 64):
+            rates.append(statistics.median(router_bench.first_token(running, num, 300 if num == 1 else 2000)))
+            told.append(f"first token at {num} streams p50 {rates[-1]:.1f} ms")
+    told_all = "; ".join(told)
+    assert min(rates[:2]) >= 8000, told_all
+    assert max(rates[2:]) <= 5, told_all
+    return told_all
+
+
 LINES = [
     Line("5.1", "every case", cases),
     Line("5.2", "real clients", clients),
+    Line("5.3", "anything at all", anything),
     Line("5.4", "eighty requests, four ways", equality),
     Line("5.5", "structured output", structured),
+    Line("5.6", "what the router costs", router_cost),
 ]
