@@ -79,8 +79,9 @@ class StepPlan(msgspec.Struct, kw_only=True):
 class StepResult(msgspec.Struct, kw_only=True):
     """One row per chunk of the plan, in its order. ``ids`` is ragged: ``num_ids`` per row (0 where nothing was taken).
 
-    ``logprobs``, ``prompt_logprobs`` and ``faults`` are keyed by row and hold only rows that have some. Of the prompt there
-    is an entry for each token of the chunk that a prompt id follows. A fault ends that row's sequence, not the gang.
+    ``logprobs``, ``prompt_logprobs`` and ``faults`` are keyed by row and hold only rows that have some. Of the prompt
+    there is an entry for each token of the chunk that a prompt id follows. A fault ends that row's sequence, not the
+    gang.
     """
 
     step_id: int
