@@ -14,6 +14,7 @@ from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.watchdog import Watchdog
 from paceline.proto import logs
 from paceline.proto.errors import ReplicaLost
+from paceline.proto.laps import Laps
 from paceline.worker import threads
 
 LAST_WORDS = 1.5  # seconds in which routers may read how their streams end
@@ -85,6 +86,8 @@ def load_rank(config: ReplicaConfig, on_phase: Callable[[str, float], None]) -> 
         from paceline.cluster.spawn import load_children
 
         return load_children(config, on_phase)
+    laps = Laps(on_phase)
     from paceline.cluster.local import load_local  # torch comes in here, on the engine's thread
 
+    laps.lap("imports")
     return load_local(config.rank, on_phase)

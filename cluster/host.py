@@ -50,6 +50,7 @@ class EngineHost:
         self.card: ModelCard | None = None
         self.description = ""  # on what was loaded, a line each rank
         self.ranks: tuple[RankMemory, ...] = ()  # what each of them holds
+        self.start_seconds: dict[str, float] = {}  # that each phase of the start took, in order
         self.failed = asyncio.Event()
         self.failure = ""  # why, once it has
         self._config = config
@@ -182,6 +183,7 @@ class EngineHost:
 
     def _on_phase(self, phase: str, seconds: float) -> None:
         log.info("%s: %s took %.2f s", self.name, phase, seconds)
+        self.start_seconds[phase] = seconds
         if phase == LAST_BEFORE_WARM_UP:
             self._call_soon(self._set_warming)
 

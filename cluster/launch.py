@@ -16,6 +16,7 @@ from paceline.cluster.config import ClusterConfig
 from paceline.cluster.controller import Controller
 from paceline.cluster.placement import RayPlacement
 from paceline.proto.errors import PacelineError, StartupError
+from paceline.proto.laps import Laps
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB; no tensor ever goes through it
 POLL = 0.2  # seconds
@@ -29,12 +30,20 @@ class Cluster:
         self._config = config
         self._controller: Any = None  # Ray's handle
 
-    def start(self, on_states: Callable[[dict[str, str]], None] = lambda states: None) -> tuple[str, list[str]]:
-        """Also returns what each replica loaded. Raises StartupError with the reason of the first that cannot."""
+    def start(
+        self,
+        on_states: Callable[[dict[str, str]], None] = lambda states: None,
+        on_phase: Callable[[str, float], None] = lambda phase, seconds: None,
+    ) -> tuple[str, list[str]]:
+        """Also returns what each replica loaded. ``on_phase`` is told each phase and its seconds. Raises StartupError with
+        the reason of the first that cannot."""
+        laps = Laps(on_phase)
         connect(self._config)
+        laps.lap("ray")
         self._controller = controller = _launch(self._config)
         try:
             address = ray.get(controller.start.remote())
+            laps.lap("controller")
             if not ray.get(controller.serves.remote(self._config)):
                 self._controller = None  # another's, and not ours to stop
                 raise StartupError(
@@ -44,7 +53,9 @@ class Cluster:
             ready = controller.wait_ready.remote()
             while not ray.wait([ready], timeout=POLL)[0]:
                 on_states(ray.get(controller.states.remote()))
-            return address, ray.get(ready)
+            loaded = ray.get(ready)
+            laps.lap("replicas")
+            return address, loaded
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise StartupError(cause.message if isinstance(cause, PacelineError) else str(cause)) from None

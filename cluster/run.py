@@ -1,6 +1,7 @@
-"""A replica or a controller as a process of its own, from start to signal. The command line runs these.
+"""A replica or a controller as a process of its own, from start to signal; and an engine in a process that has other
+things to do. The command line runs these.
 
-Both return the exit status. The first SIGTERM or SIGINT asks: a replica drains, a controller leaves its replicas to the
+A replica and a controller return the exit status. The first SIGTERM or SIGINT asks: a replica drains, a controller leaves its replicas to the
 next one. A second one ends the process at once.
 """
 
@@ -8,13 +9,15 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from paceline.cluster.actor import LAST_WORDS, load_rank
 from paceline.cluster.config import ClusterConfig, ReplicaConfig
-from paceline.cluster.host import Loader
+from paceline.cluster.host import EngineHost, Loader
 from paceline.cluster.replica import ReplicaServer
 from paceline.cluster.watchdog import Watchdog
+from paceline.proto.model import ModelCard
 from paceline.worker import threads
 
 log = logging.getLogger("paceline")
@@ -85,6 +88,19 @@ async def run_controller(config: ClusterConfig, *, ready: Callable[[str], None] 
     log.info("the controller leaves; replicas go on")
     await controller.leave()
     return 0
+
+
+@asynccontextmanager
+async def hosting(config: ReplicaConfig, load: Loader = load_rank) -> AsyncIterator[tuple[EngineHost, ModelCard]]:
+    """An engine in this process, loaded, without a door: to be measured. Raises StartupError."""
+    if config.rank.num_ranks == 1:
+        threads.prepare(config.rank.num_threads)
+    host = EngineHost(config, load, "engine")
+    host.start()
+    try:
+        yield host, await host.ready()
+    finally:
+        await host.stop()
 
 
 def _signalled() -> asyncio.Event:

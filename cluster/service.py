@@ -57,6 +57,7 @@ class ReplicaService(ReplicaServiceServicer):
             protocol=PROTOCOL,
             fingerprint=card.fingerprint,
             ranks=map(codec.rank_message, self._host.ranks),
+            start_seconds=self._host.start_seconds,
             **_limits(self._host.limits),
         )
         caller.outbox.control(pb.AttachResponse(welcome=welcome))

@@ -45,7 +45,14 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint", "max_num_seqs", "max_waiting_requests", "max_waiting_tokens", "ranks")
+    __slots__ = ("replica_id", "incarnation", "protocol", "fingerprint", "max_num_seqs", "max_waiting_requests", "max_waiting_tokens", "ranks", "start_seconds")
+    class StartSecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +61,7 @@ class Welcome(_message.Message):
     MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     protocol: int
@@ -62,7 +70,8 @@ class Welcome(_message.Message):
     max_waiting_requests: int
     max_waiting_tokens: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankMemory]
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_waiting_tokens: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
+    start_seconds: _containers.ScalarMap[str, float]
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_waiting_tokens: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., start_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RankMemory(_message.Message):
     __slots__ = ("rank", "weight_bytes", "kv_bytes", "kv_bytes_per_token")

@@ -8,7 +8,8 @@ import logging
 import random
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 
@@ -56,13 +57,15 @@ async def serve_router(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event,
     now: asyncio.Event | None = None,
+    start_seconds: Mapping[str, float] | None = None,
 ) -> None:
     """Serves until ``stop`` is set; then takes nothing new, lets what runs go on for ``drain_seconds`` or until ``now``
     is set, breaks the rest with an error event and returns.
 
     ``ready`` is called once, with the URL, when the port answers; a replica may still be on its way (`/health/ready`
-    tells). Run it under uvloop: this does not choose the loop. Raises StartupError if an address cannot be bound, a
-    certificate or the file of keys cannot be used, or the config names what there is not.
+    tells). ``start_seconds``: of phases before this. Run it under uvloop: this does not choose the loop. Raises
+    StartupError if an address cannot be bound, a certificate or the file of keys cannot be used, or the config names
+    what there is not.
     """
     policy = policy_of(config.routing_policy, random.Random())
     keyring = keyring_of(config.api_key_file)
@@ -82,6 +85,8 @@ async def serve_router(
         on_card=lambda card: service.load(card),
     )
     metrics = Metrics(lambda: pool.links, lambda: service.gate.num_open)
+    for phase, seconds in (start_seconds or {}).items():
+        metrics.started(phase, seconds)
     service = Service(pool, config, metrics.shed, metrics.moved)
     http = _http_config(make_app(service, pool, metrics, guard, config), config)
     server = _Server(http, on_started=lambda: ready(url) if ready else None)
@@ -90,6 +95,7 @@ async def serve_router(
         accepting = partial(_accepting, service, pool)
         await grpc.enter_async_context(serving_grpc(service, metrics, guard, config, accepting, GRACE))
     await pool.start()
+    attaching = asyncio.create_task(_attached(pool, metrics))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     following = asyncio.create_task(keyring.follow()) if keyring else None
@@ -99,6 +105,7 @@ async def serve_router(
             await _drain(service, config.drain_seconds, now or asyncio.Event())
     finally:
         stopping.cancel()
+        attaching.cancel()
         if following:
             following.cancel()
         server.should_exit = True
@@ -107,6 +114,14 @@ async def serve_router(
         with suppress(asyncio.CancelledError):
             await serving
         listener.close()
+
+
+async def _attached(pool: Pool, metrics: Metrics) -> None:
+    began = time.perf_counter()
+    await pool.wait_ready()
+    seconds = time.perf_counter() - began
+    metrics.started("attach", seconds)
+    log.info("start: attach took %.2f s", seconds)
 
 
 def _loopback(host: str) -> bool:

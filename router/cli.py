@@ -179,6 +179,34 @@ def _client(url: str, ca_file: Path | None, key_file: Path | None) -> Any:
     return Client(url, str(ca_file) if ca_file else None, key)
 
 
+@app.command(cls=Command)
+@takes_settings("bench")
+def bench(flags: Values, config: Path | None) -> None:
+    """Measure the speed of a server or an engine.
+
+    Throughput, latencies and, with --slo, the most load within limits.
+
+    `paceline bench` asks the server at --url; the name of its model is --served-model-name, or the first that it tells.
+    `paceline bench --engine -m ./my-model` loads a model as `paceline replica` does, and takes the same flags.
+
+    With --slo ttft=1s,itl=100ms it searches for goodput: the most requests a second, and the most streams at once, with
+    the 99th percentile of both within the limits.
+
+    The exit status is 1 if a request failed or an answer was short.
+    """
+    with _one_sentence():
+        from paceline.router.bench_cli import Bench
+
+        values = _begin("bench", flags, config)
+        bench_config = settings.make("bench", values)
+        running = Bench(bench_config, Console(highlight=False))
+        if bench_config.engine:
+            process.run(process.bench_engine(running, _replica_config(values)))
+        else:
+            key = _secret("key_file", values["key_file"]) or os.environ.get("PACELINE_API_KEY")
+            process.run(process.bench_server(running, bench_config.url, values["served_model_name"], key))
+
+
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 keys = typer.Typer(help="API keys: who may ask a server started with --api-key-file.", no_args_is_help=True)
@@ -307,7 +335,7 @@ def _begin(command: str, flags: Values, file: Path | None) -> Values:
     """Every setting of the command with its value; from here on the process logs as it was told to."""
     content = settings.read_file(file) if file else {}
     values = settings.resolve(command, flags, os.environ, content, str(file))
-    values["cluster_token"] = _secret("cluster_token_file", values["cluster_token_file"])
+    values["cluster_token"] = _secret("cluster_token_file", values.get("cluster_token_file"))
     logs.configure(values["log_format"], values["log_level"])
     return values
 

@@ -57,7 +57,7 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def metavar_of(setting: Setting) -> str:
-    if setting.name.endswith(("file", "certs", "template")):
+    if setting.name.endswith(("file", "certs", "template", "json", "plot")):
         return "FILE"
     if setting.name.endswith("dir"):
         return "DIR"

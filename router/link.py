@@ -62,7 +62,8 @@ class Link:
     """An open Attach stream. Made by ``attach``; ``run`` reads until it breaks.
 
     ``in_flight`` counts choices that have not ended, ``capacity`` how many may run and wait there (None: no limit);
-    ``load`` is the replica's last word about itself, ``ranks`` what each of its ranks holds.
+    ``load`` is the replica's last word about itself, ``ranks`` what each of its ranks holds, ``start_seconds`` how long
+    each phase of its start took.
     """
 
     def __init__(self, address: str, call: Any, welcome: replica_pb2.Welcome, card: ModelCard):
@@ -72,6 +73,7 @@ class Link:
         limited = welcome.max_num_seqs and welcome.max_waiting_requests
         self.capacity = welcome.max_num_seqs + welcome.max_waiting_requests if limited else None
         self.ranks = tuple(map(codec.rank_of, welcome.ranks))
+        self.start_seconds = dict(welcome.start_seconds)
         self.load = ReplicaLoad()
         self.in_flight = 0
         self.draining = False  # told by the source: running requests go on, new ones go elsewhere

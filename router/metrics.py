@@ -4,7 +4,7 @@ No label holds anything that a client may choose. A metric that fails is logged 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -43,8 +43,9 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 class EngineCollector:
     """Reads the replicas' last loads, and what they said of their ranks, when it is scraped."""
 
-    def __init__(self, links: Callable[[], Sequence[Link]]):
+    def __init__(self, links: Callable[[], Sequence[Link]], start_seconds: Mapping[str, float]):
         self._links = links
+        self._start_seconds = start_seconds  # of this process and what it started
 
     def describe(self) -> list[Metric]:
         return []  # nothing is read at registration
@@ -63,6 +64,14 @@ class EngineCollector:
             yield _filled(
                 GaugeMetricFamily(f"paceline_engine_{name}", about, labels=[*labels, "rank"]), ranks, attribute
             )
+        started = GaugeMetricFamily(
+            "paceline_start_seconds", "Seconds that each phase of a start took.", labels=["replica_id", "phase"]
+        )
+        starts = [("", self._start_seconds), *((link.replica_id, link.start_seconds) for link in self._links())]
+        for replica_id, phases in starts:
+            for phase, seconds in phases.items():
+                started.add_metric([replica_id, phase], seconds)
+        yield started
         ready = GaugeMetricFamily("paceline_router_replica_ready", "1: it takes requests. 0: it drains.", labels=labels)
         for link in self._links():
             ready.add_metric([link.card.name, link.replica_id], link.usable)
@@ -82,7 +91,8 @@ class Metrics:
 
     def __init__(self, links: Callable[[], Sequence[Link]], num_open: Callable[[], int] = lambda: 0):
         self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(EngineCollector(links))
+        self._start_seconds: dict[str, float] = {}
+        self.registry.register(EngineCollector(links, self._start_seconds))
         registry = self.registry
         self._requests = prometheus_client.Counter(
             "paceline_router_requests", "Requests answered.", ["route", "code"], registry=registry
@@ -119,6 +129,10 @@ class Metrics:
 
     def render(self) -> bytes:
         return prometheus_client.generate_latest(self.registry)
+
+    def started(self, phase: str, seconds: float) -> None:
+        """A phase of this process's own start is done."""
+        self._start_seconds[phase] = seconds
 
     def began(self) -> None:
         self._safely(self._in_flight.inc)

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,22 +19,33 @@ import typer
 import uvloop
 from rich.console import Console
 
+from paceline.proto.errors import StartupError
+from paceline.proto.laps import Laps
+
 log = logging.getLogger("paceline")
 
 
 def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None:
     """Cluster first, then the port: nothing listens before a replica serves."""
+    start_seconds: dict[str, float] = {}
+
+    def on_phase(phase: str, seconds: float) -> None:
+        log.info("start: %s took %.2f s", phase, seconds)
+        start_seconds[phase] = seconds
+
+    laps = Laps(on_phase)
     _prepare_ray(cluster_config)
     from paceline.cluster.launch import Cluster
 
+    laps.lap("imports")
     cluster = Cluster(cluster_config)
     try:
         with _interruptible(), console.status("starting Ray") as shown:
-            address, loaded = cluster.start(_progress(console, shown))
+            address, loaded = cluster.start(_progress(console, shown), on_phase)
         for line in "\n".join(loaded).splitlines():
             log.info(line)
         router_config = msgspec.structs.replace(router_config, controller=address)
-        uvloop.run(route(router_config, cluster_config.replica.rank.served_model_name))
+        uvloop.run(route(router_config, cluster_config.replica.rank.served_model_name, start_seconds))
     except KeyboardInterrupt:
         log.info("interrupted")
     finally:
@@ -71,8 +82,9 @@ def run_replica(config: Any) -> None:
     )
 
 
-async def route(config: Any, model_name: str | None = None) -> int:
-    """A router, until it is told to stop. Nothing is greeted without a name: the model may not be known yet."""
+async def route(config: Any, model_name: str | None = None, start_seconds: Mapping[str, float] | None = None) -> int:
+    """A router, until it is told to stop. Nothing is greeted without a name: the model may not be known yet.
+    ``start_seconds``: phases of the start before this."""
     from paceline.router.app import serve_router
 
     def greet(url: str) -> None:
@@ -81,8 +93,30 @@ async def route(config: Any, model_name: str | None = None) -> int:
             _greet(url, model_name, needs_key=config.api_key_file is not None)
 
     stop, now = _told()
-    await serve_router(config, ready=greet, stop=stop, now=now)
+    await serve_router(config, ready=greet, stop=stop, now=now, start_seconds=start_seconds)
     return 0
+
+
+async def bench_server(running: Any, url: str, model: str | None, api_key: str | None) -> int:
+    """``running``: a Bench of bench_cli.py. Raises StartupError where no server answers."""
+    from paceline.router.bench.server import ServerTarget
+    from paceline.router.client import Client, Refused
+
+    client = Client(url, api_key=api_key)
+    try:
+        model = model or client.json("/v1/models")["data"][0]["id"]
+    except Refused as refused:
+        raise StartupError(f"{client.url}: {refused}") from refused
+    return await running.run(ServerTarget(url, model, api_key), model)
+
+
+async def bench_engine(running: Any, config: Any) -> int:
+    """``config``: of a replica, whose engine runs here on a thread of its own. Raises StartupError."""
+    from paceline.cluster.run import hosting
+    from paceline.router.bench.engine import EngineTarget
+
+    async with hosting(config) as (host, card):
+        return await running.run(EngineTarget(host, card), card.name, card.vocab_size)
 
 
 def _told() -> tuple[asyncio.Event, asyncio.Event]:
@@ -127,10 +161,18 @@ def _uninterruptible() -> Iterator[None]:
 
 
 def _prepare_ray(config: Any) -> None:
-    """What Ray reads when it is imported. A token for this run: Ray's ports run code for whoever may speak to them."""
+    """What Ray reads when it is imported. A token for this run: Ray's ports run code for whoever may speak to them.
+
+    Ray would run its workers at niceness 15, so that a replica's step gave way to everything else on the machine, the
+    router's least work included: beside one busy neighbour it would get a thirtieth of a core.
+    """
     if not config.ray_address:
-        local = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-        os.environ |= local
+        os.environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+        }
 
 
 def _progress(console: Console, shown: Any) -> Callable[[dict[str, str]], None]:

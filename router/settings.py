@@ -19,6 +19,8 @@ from paceline.cluster.config import ClusterConfig, ReplicaConfig
 from paceline.proto import logs
 from paceline.proto.errors import StartupError
 from paceline.router.auth import OPENABLE
+from paceline.router.bench.config import BenchConfig
+from paceline.router.bench.workloads import WORKLOADS
 from paceline.router.config import RouterConfig
 from paceline.worker.config import RankConfig
 
@@ -27,21 +29,24 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     "cluster": ClusterConfig,
     "replica": ReplicaConfig,
     "rank": RankConfig,
+    "bench": BenchConfig,
 }
 # Who needs a config needs its settings.
 COMMANDS = {
     "router": ("serve", "router"),
     "cluster": ("serve", "controller"),
-    "replica": ("serve", "controller", "replica"),
-    "rank": ("serve", "controller", "replica"),
+    "replica": ("serve", "controller", "replica", "bench"),
+    "rank": ("serve", "controller", "replica", "bench"),
+    "bench": ("bench",),
 }
-ALL = ("serve", "router", "controller", "replica")
+SERVING = ("serve", "router", "controller", "replica")
+HOLDS_REPLICAS = ("serve", "controller", "replica")
 LOADS_A_MODEL = COMMANDS["rank"]
 
 MODEL, SERVER, LIMITS = "Model", "Server", "Limits"
-ENGINE, MEMORY, CLUSTER, LOGS = "Engine", "Memory and device", "Cluster", "Logs"
+ENGINE, MEMORY, CLUSTER, LOGS, LOAD = "Engine", "Memory and device", "Cluster", "Logs", "Load"
 # The config file may group its keys under these.
-SECTIONS = {panel.split()[0].lower() for panel in (MODEL, SERVER, LIMITS, ENGINE, MEMORY, CLUSTER, LOGS)}
+SECTIONS = {panel.split()[0].lower() for panel in (MODEL, SERVER, LIMITS, ENGINE, MEMORY, CLUSTER, LOGS, LOAD)}
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,26 @@ def _without_none(hint: Any) -> Any:
 
 
 SETTINGS: tuple[Setting, ...] = (
+    _row(LOAD, "url", "Server to measure: any that speaks OpenAI's completions.", "bench.url"),
+    _row(LOAD, "engine", "Measure an engine in this process, without HTTP, instead of a server.", "bench.engine"),
+    _row(LOAD, "workload", "What is asked; random ids, so that servers do equal work.", "bench.workload",
+         choices=tuple(WORKLOADS)),
+    _row(LOAD, "num_requests", "Requests of a run.", "bench.num_requests", least=1),
+    _row(LOAD, "num_warmups", "Requests before the first run that do not count.", "bench.num_warmups", least=0),
+    _row(LOAD, "concurrency", "Requests that are always open, in a closed loop.", "bench.concurrency", least=1),
+    _row(LOAD, "rate", "Requests a second at random times (Poisson), in an open loop.", "bench.rate", above=0,
+         shown="a closed loop"),
+    _row(LOAD, "slo", "Limits of p99, such as ttft=1s,itl=100ms (also e2e): searches for the most load within them.",
+         "bench.slo"),
+    _row(LOAD, "seed", "Decides all prompts and arrivals.", "bench.seed"),
+    _row(LOAD, "vocab_size", "Ids to draw prompts from.", "bench.vocab_size", least=2,
+         shown="the engine's; of a server 32000"),
+    _row(LOAD, "price_per_hour", "Of the machine: tells what a million tokens cost.", "bench.price_per_hour", above=0),
+    _row(LOAD, "json", "File for all figures.", "bench.json"),
+    _row(LOAD, "plot", "PNG for a plot; needs the extra `bench`.", "bench.plot"),
+    _row(LOAD, "key_file", "File with the API key and nothing else; without it PACELINE_API_KEY is read.",
+         commands=("bench",)),
+
     _row(MODEL, "model", "Folder, .gguf file, Hub id (org/name), or the built-in name smollm2.", commands=LOADS_A_MODEL,
          default="smollm2", also=("-m",)),
     _row(MODEL, "served_model_name", "Name that clients use.", commands=LOADS_A_MODEL,
@@ -155,7 +180,7 @@ SETTINGS: tuple[Setting, ...] = (
     _row(LIMITS, "request_timeout", "Seconds a whole request may take; then 504.", "router.request_timeout",
          least=0),
     _row(LIMITS, "drain_seconds", "Seconds that running requests have to finish once a stop was asked for.",
-         "router.drain_seconds", "replica.drain_seconds", least=0),
+         "router.drain_seconds", "replica.drain_seconds", least=0, commands=SERVING),
     _row(LIMITS, "max_body_bytes", "Largest body of an HTTP request; more is 413.", "router.max_body_bytes", least=1),
     _row(LIMITS, "max_body_values", "Values in one body, such as ids and members of objects.", "router.max_body_values",
          least=1),
@@ -183,7 +208,9 @@ SETTINGS: tuple[Setting, ...] = (
     _row(ENGINE, "depth", "Plans in flight: 2 plans a step while the one before runs.", "replica.depth", least=1,
          most=16, shown="as many as stages; 2 for several ranks or a GPU, else 1"),
     _row(ENGINE, "attention_backend", "How attention is computed.", "rank.attention_backend",
-         choices=("auto", "torch")),
+         choices=("auto", "cpu", "torch")),
+    _row(ENGINE, "quantization", "Narrower weights: 8 bits, 8 bits for inputs too, 4 bits, or as the GGUF file has them.",
+         "rank.quantization", choices=("int8", "w8a8", "int4", "gguf"), shown="as the dtype"),
     _row(ENGINE, "step_timeout", "Seconds without a step, while there is work, after which a replica ends itself.",
          "replica.step_timeout", least=0),
     _row(ENGINE, "start_timeout", "Seconds that each phase of the start of several ranks may take.",
@@ -222,7 +249,7 @@ SETTINGS: tuple[Setting, ...] = (
          least=0, most=65535),
     _row(CLUSTER, "placement_timeout", "Seconds a replica may wait for room before it counts as not placeable.",
          "cluster.placement_timeout", least=0),
-    _row(CLUSTER, "replica_host", "Address that the replica listens on.", "replica.host"),
+    _row(CLUSTER, "replica_host", "Address that the replica listens on.", "replica.host", commands=HOLDS_REPLICAS),
     _row(CLUSTER, "replica_advertise", "Host of the replica that routers are told.", "replica.advertise",
          commands=("replica",), shown="this machine's address"),
     _row(CLUSTER, "replica_port", "Port of the replica; 0 takes a free one.", "replica.port", least=0, most=65535,
@@ -230,13 +257,14 @@ SETTINGS: tuple[Setting, ...] = (
     _row(CLUSTER, "health_port", "Port of the replica's own health answers.", "replica.health_port",
          least=0, most=65535, commands=("replica",)),
     _row(CLUSTER, "cluster_token_file", "File with the secret that routers, controller and replicas share.",
-         commands=ALL),
+         commands=SERVING),
     _row(CLUSTER, "plan_dump_dir", "Where a replica leaves its last plans when a step fails.", "rank.dump_dir",
          default="/tmp/paceline"),
 
     _row(LOGS, "log_format", "Lines for people, or JSON for machines.", "replica.log_format", choices=logs.FORMATS,
-         commands=ALL),
-    _row(LOGS, "log_level", "Least that is logged.", "replica.log_level", choices=logs.LEVELS, commands=ALL),
+         commands=(*SERVING, "bench")),
+    _row(LOGS, "log_level", "Least that is logged.", "replica.log_level", choices=logs.LEVELS,
+         commands=(*SERVING, "bench")),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 

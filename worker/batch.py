@@ -13,8 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.proto.step import NULL_BLOCK, TAKE_PROMPT_LOGPROBS, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan
-from paceline.worker.table import SlotTable, column
+from paceline.proto.step import TAKE_PROMPT_LOGPROBS, TAKE_SAMPLE, TOKEN_IN_TABLE, StepPlan
+from paceline.worker.table import SlotTable
+
+# Of a plan, in the order in which they are taken apart; two of them decide the batch's order.
+COLUMNS = (
+    "chunk_slots",
+    "chunk_epochs",
+    "chunk_starts",
+    "chunk_lens",
+    "chunk_tokens",
+    "chunk_takes",
+    "chunk_writes",
+)
+STARTS, LENGTHS = COLUMNS.index("chunk_starts"), COLUMNS.index("chunk_lens")
+LAST = np.iinfo(np.int32).max  # behind every start
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +79,22 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     AssertionError.
     """
     assert not plan.draft_ids, "drafts are not verified by this version"
-    starts, lengths = column(plan.chunk_starts), column(plan.chunk_lens)
-    order = np.lexsort((np.where(lengths == 1, starts, 0), lengths != 1))
-    slots, starts, lengths = column(plan.chunk_slots)[order], starts[order], lengths[order]
-    epochs = column(plan.chunk_epochs)[order]
-    assert np.array_equal(table.slots["epoch"][slots], epochs), f"plan {plan.step_id} has rows of another epoch"
-
-    tokens = column(plan.chunk_tokens)[order]
+    columns = np.frombuffer(b"".join(getattr(plan, name) for name in COLUMNS), np.int32).reshape(len(COLUMNS), -1)
+    is_decode = columns[LENGTHS] == 1
+    order = np.argsort(np.where(is_decode, columns[STARTS], LAST), kind="stable")
+    slots, epochs, starts, lengths, tokens, takes, writes = columns[:, order].astype(np.int64)
+    assert (table.slots["epoch"][slots] == epochs).all(), f"plan {plan.step_id} has rows of another epoch"
     known = np.flatnonzero(tokens != TOKEN_IN_TABLE)
     if known.size:
         table.write_ids(slots[known], starts[known], table.on_device(tokens[known]))
 
     ends = np.cumsum(lengths)
-    positions = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
-    token_slots = np.repeat(slots, lengths)
-    writes = np.repeat(column(plan.chunk_writes)[order] != 0, lengths)
-    written = table.block_table[:, token_slots, positions // block_size]  # [groups, tokens]
-    block = np.where(writes, written, NULL_BLOCK).astype(np.int64)
-    takes = column(plan.chunk_takes)[order]
-    assert not (takes & ~(TAKE_SAMPLE | TAKE_PROMPT_LOGPROBS)).any(), "this version takes ids and log-probabilities"
+    # Of each token: its row's slot, whether it is written, and what leads from its index to its position.
+    token_slots, token_writes, shifts = np.repeat(np.stack((slots, writes, starts - ends + lengths)), lengths, axis=1)
+    positions = np.arange(len(shifts)) + shifts
+    indices, offsets = np.divmod(positions, block_size)
+    written = table.block_table[:, token_slots, indices] * token_writes  # [groups, tokens]; the null block is 0
+    assert takes.max(initial=0) <= TAKE_SAMPLE | TAKE_PROMPT_LOGPROBS, "this version takes ids and log-probabilities"
     samples = np.flatnonzero(takes & TAKE_SAMPLE)
 
     num_blocks = -(-int((starts + lengths).max(initial=0)) // block_size)
@@ -94,11 +104,11 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
         slots=slots,
         starts=starts,
         lengths=lengths,
-        num_decodes=int((lengths == 1).sum()),
+        num_decodes=np.count_nonzero(is_decode),
         blocks=table.block_table[:, slots, :num_blocks],
         ids=table.token_ids[table.on_device(token_slots), device_positions],
         positions=device_positions,
-        write_to=table.on_device(block * block_size + positions % block_size),
+        write_to=table.on_device(written * block_size + offsets),
         samples=samples,
         last_tokens=table.on_device(ends[samples] - 1),
         scored=_scored(np.flatnonzero(takes & TAKE_PROMPT_LOGPROBS), slots, starts, lengths, table),
@@ -109,6 +119,8 @@ def _scored(
     rows: np.ndarray, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, table: SlotTable
 ) -> Scored | None:
     """Of the batch rows ``rows``; None where no prompt id follows their tokens."""
+    if not rows.size:
+        return None
     records = table.slots[slots[rows]]
     num_ids = np.clip(records["num_prompt"] - 1 - starts[rows], 0, lengths[rows])
     if not num_ids.any():

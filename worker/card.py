@@ -10,8 +10,17 @@ from paceline.worker.checkpoint_base import Checkpoint
 from paceline.worker.kv_groups import kv_groups
 
 
-def make_card(checkpoint: Checkpoint, *, name: str, dtype: str, max_model_len: int, block_size: int) -> ModelCard:
-    """``dtype`` is the one computed and cached in; ``max_model_len`` is what the KV pool allows, in tokens.
+def make_card(
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    dtype: str,
+    quantization: str | None = None,
+    max_model_len: int,
+    block_size: int,
+) -> ModelCard:
+    """``dtype`` is the one computed and cached in, ``quantization`` the weights'; ``max_model_len`` is what the KV pool
+    allows, in tokens.
 
     Raises ``StartupError`` if the tokenizer cannot be built. Ends of sequence that no id of the tokenizer stands for
     are left out.
@@ -32,7 +41,7 @@ def make_card(checkpoint: Checkpoint, *, name: str, dtype: str, max_model_len: i
     return ModelCard(
         name=name,
         architecture=spec.architecture,
-        fingerprint=fingerprint(checkpoint, dtype),
+        fingerprint=fingerprint(checkpoint, dtype, quantization),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         kv_groups=groups,
@@ -46,11 +55,12 @@ def make_card(checkpoint: Checkpoint, *, name: str, dtype: str, max_model_len: i
     )
 
 
-def fingerprint(checkpoint: Checkpoint, dtype: str) -> str:
+def fingerprint(checkpoint: Checkpoint, dtype: str, quantization: str | None = None) -> str:
     """sha256 in hex over all that decides which ids a text becomes and what is answered. Parts are length-prefixed."""
     vocabulary = checkpoint.vocabulary
     digest = hashlib.sha256(b"paceline.model.v1")
-    text = (dtype, vocabulary.tokenizer_json, vocabulary.chat_template or "")
+    numbers = f"{dtype} {quantization}" if quantization else dtype
+    text = (numbers, vocabulary.tokenizer_json, vocabulary.chat_template or "")
     for part in (checkpoint.identity(), *(item.encode() for item in text)):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

@@ -62,6 +62,10 @@ class Checkpoint(ABC):
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """The tensor, or ``[start, stop)`` of its first and second dimension; only that is read. A copy, on the CPU."""
 
+    def kinds(self) -> dict[str, str]:
+        """ggml's types of the tensors that the files hold quantized: Q4_0, Q8_0, ..."""
+        return {}
+
     @abstractmethod
     def identity(self) -> bytes:
         """Equal for equal weights and config, cheaply: headers, sizes and samples of each file, not every byte."""

@@ -25,6 +25,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int | None = None
     kv_memory_share: float | None = None
     attention_backend: str = "auto"
+    quantization: str | None = None  # a name of quant/formats.py; None: weights stay in dtype
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

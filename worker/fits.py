@@ -19,7 +19,7 @@ from paceline.worker.config import RankConfig
 from paceline.worker.hf_files import read_json, read_spec
 from paceline.worker.kv_cache import bytes_per_token
 from paceline.worker.kv_groups import kv_groups
-from paceline.worker.loader import weight_bytes
+from paceline.worker.loader import narrow_layers, weight_bytes
 from paceline.worker.memory import FreeMemory, check_weights, fit_length, plan_pool
 from paceline.worker.models import model_class
 from paceline.worker.models.spec import ModelSpec
@@ -132,7 +132,9 @@ def _needs(spec: ModelSpec, config: RankConfig, device: torch.device, num_groups
         sizes = (part.size for part in (shard.heads, shard.kv_heads, shard.mlp, shard.vocab, shard.layers))
         share = (*sizes, place.is_first_stage, place.is_last_stage)
         if share not in weights:
-            weights[share] = weight_bytes(model_class(spec)(spec, dtype, Groups(place)), device)
+            model = model_class(spec)(spec, dtype, Groups(place))
+            narrow_layers(model, {}, config.quantization, device)
+            weights[share] = weight_bytes(model, device)
         token = bytes_per_token(spec, shard, dtype)
         needs.append(Need(weights[share], config.block_size * token, num_groups * token))
     return tuple(needs)

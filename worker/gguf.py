@@ -2,7 +2,8 @@
 
 ggml's tensor names and orders of rows become the folder's, by the tables of gguf_families.py. The spec comes from
 gguf_config.py, the tokenizer from gguf_tokenizer.py, the container is gguf_file.py's. Quantized tensors are dequantized
-to float32 when asked for, and only the rows and columns asked for; nothing is computed on quantized weights.
+to float32 when asked for, and only the rows and columns asked for; ``kinds`` says as what they were stored, for
+quant/formats.py to find the same integers again.
 """
 
 import math
@@ -75,6 +76,10 @@ class GGUFCheckpoint(Checkpoint):
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         source, view = self.views[name]
         return view.get(partial(self._get, source), self._shape(source), rows, columns)
+
+    def kinds(self) -> dict[str, str]:
+        held = {name: self.tensors[source].tensor.kind.name for name, (source, _) in self.views.items()}
+        return {name: kind for name, kind in held.items() if kind not in PLAIN_DTYPES}
 
     def _shape(self, source: str) -> tuple[int, ...]:
         shape = self.tensors[source].tensor.shape

@@ -6,6 +6,7 @@ misshapen tensor is refused before anything is read, also one that only other ra
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from paceline.proto.errors import StartupError
 from paceline.worker.checkpoint_base import Checkpoint
 from paceline.worker.layers.embedding import Head
-from paceline.worker.layers.linear import FusedLinear, can_pack
+from paceline.worker.layers.linear import FusedLinear, Linear, can_pack, packed_bytes
 from paceline.worker.models.decoder import CausalLM
+from paceline.worker.quant.formats import find
 from paceline.worker.shards import Part
 
 _SHOWN = 3  # tensors that one error names
@@ -97,17 +99,53 @@ def find_targets(model: CausalLM) -> dict[str, Target]:
     return targets
 
 
+def narrow_layers(model: CausalLM, kinds: Mapping[str, str], quantization: str | None, device: torch.device) -> None:
+    """Gives every linear and the head the format that ``quantization`` names, before weights are loaded. ``kinds``:
+    ggml's types of the tensors that are quantized in the files.
+
+    Raises StartupError for a format that is not known, or that a layer cannot have.
+    """
+    if quantization is None:
+        return
+    if model.spec.config:
+        raise StartupError(
+            f"--quantization {quantization} goes with the families of docs/models.md, and this architecture runs "
+            "through transformers; without the flag it would start."
+        )
+    own_tensors: dict[nn.Module, list[str]] = {}
+    for name, target in find_targets(model).items():
+        if target.parameter == "weight":
+            own_tensors.setdefault(target.module, []).append(kinds.get(name, ""))
+    head = _head(model)
+    if head is not None and head.is_tied:
+        own_tensors[head] = [kinds.get("model.embed_tokens.weight", "")]
+    for module, found in own_tensors.items():
+        if isinstance(module, Linear | Head):
+            format = find(quantization, found)
+            weight = module.rows if isinstance(module, Head) else module.weight
+            if reason := format.why_not(device, module.dtype, weight.shape[1]):
+                raise StartupError(
+                    f"--quantization {quantization} cannot be had here: {reason}; without the flag it would start."
+                )
+            module.narrow_to(format)
+
+
 def weight_bytes(model: CausalLM, device: torch.device | None = None) -> int:
     """Bytes of parameters and of packed weights: those of ``model`` as it is or, given a device and a model on the meta
     device, as they will be there."""
+    products = [module for module in model.modules() if isinstance(module, Linear | Head)]
     total = sum(parameter.nbytes for parameter in model.parameters())
-    if device is not None:
-        head = _head(model)
-        return total + (head.rows.nbytes if head is not None and can_pack(device, head.rows.dtype) else 0)
-    for module in model.modules():
-        packed = getattr(module, "packed", None)
-        if isinstance(packed, torch.Tensor):
-            total += packed.numel() * packed.element_size()
+    if device is None:
+        return total + sum(module.packed.nbytes for module in products if module.packed is not None)
+    for module in products:
+        weight = module.rows if isinstance(module, Head) else module.weight
+        packed = packed_bytes(weight, device, module.dtype, module.format)
+        if not isinstance(module, Head):
+            total += packed - weight.nbytes
+        elif module.format is not None:
+            total += packed if module.is_tied else packed - weight.nbytes
+        elif can_pack(device, module.dtype):  # plain rows stay beside packed ones
+            total += packed
     return total
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.proto.request import TokenLogprobs
-from paceline.proto.step import StepPlan, StepResult, column
+from paceline.proto.step import StepPlan, StepResult
 from paceline.worker.batch import Batch
 from paceline.worker.logprobs import Logprobs
 from paceline.worker.pinned import enqueued_event
@@ -68,9 +68,12 @@ class PendingStep:
         if self._drawn is not None:
             drawing = plan_rows[batch.samples]
             faults |= {int(drawing[draw]): text for draw, text in self._outcome.faults.items()}
-            faults |= {int(row): NOT_FINITE for row in drawing[~np.isfinite(self._drawn.peaks.numpy())]}
+            finite = np.isfinite(self._drawn.peaks.numpy())
+            if not finite.all():
+                faults |= {int(row): NOT_FINITE for row in drawing[~finite]}
             num_ids[drawing] = 1
-            num_ids[list(faults)] = 0
+            if faults:
+                num_ids[list(faults)] = 0
             ids[drawing] = self._drawn.ids.numpy()
             if self._drawn.logprobs is not None:
                 told = self._drawn.logprobs.by_row()
@@ -88,6 +91,5 @@ class PendingStep:
 
 
 def _array(values: np.ndarray) -> array:
-    result = column()
-    result.frombytes(values.astype(np.int32).tobytes())
-    return result
+    """values: int32."""
+    return array("i", values.tobytes())

@@ -29,11 +29,12 @@ from paceline.worker.dump import DumpHeader, write_dump
 from paceline.worker.grammar import Grammars
 from paceline.worker.kv_cache import KVCache, bytes_per_token
 from paceline.worker.kv_groups import kv_groups
-from paceline.worker.loader import load_weights, weight_bytes
+from paceline.worker.loader import load_weights, narrow_layers, weight_bytes
 from paceline.worker.memory import check_weights, fit_length, free_memory, plan_pool
 from paceline.worker.models import model_class
 from paceline.worker.parallel import Groups
 from paceline.worker.pending import PendingStep
+from paceline.worker.quant.product import why_no_kernel
 from paceline.worker.runner import Runner
 from paceline.worker.sampler import Sampler
 from paceline.worker.table import SlotTable
@@ -129,7 +130,8 @@ class Rank:
         memory = self.memory
         return (
             f"{self.config.served_model_name}{self._way()}{self._share()} on {self.device.type} "
-            f"in {_name(self.dtype)}, attention by {self.backend_name}, {torch.get_num_threads()} threads: "
+            f"in {_name(self.dtype)}{self._format()}, attention by {self.backend_name}, "
+            f"{torch.get_num_threads()} threads: "
             f"weights {size_text(memory.weight_bytes)}, KV {memory.kv_bytes_per_token} bytes per token, "
             f"{memory.num_kv_blocks} blocks of {memory.block_size} tokens ({size_text(memory.pool_bytes)}), "
             f"{memory.full_length_requests} requests of {memory.max_model_len} tokens fit"
@@ -138,6 +140,13 @@ class Rank:
     def _way(self) -> str:
         spec = self.runner.model.spec
         return f", architecture {spec.architecture} through transformers (fallback)," if spec.config else ""
+
+    def _format(self) -> str:
+        """How weights are held, where that is not the dtype; and why that brings no speed here, where it does not."""
+        if self.config.quantization is None:
+            return ""
+        slow = why_no_kernel()
+        return f" with {self.config.quantization} weights" + (f" (computed as plain ones: {slow})" if slow else "")
 
     def _share(self) -> str:
         """Which part of the model this is, where there are several."""
@@ -158,6 +167,7 @@ class Rank:
             backend = select(config.attention_backend, self.device, self.dtype, spec.head_dim)
             self.backend_name = type(backend).__name__.removesuffix("Attention").lower()
             model = model_class(spec)(spec, self.dtype, self.groups)
+            narrow_layers(model, checkpoint.kinds(), config.quantization, self.device)
             block_bytes = config.block_size * bytes_per_token(spec, model.shard, self.dtype)
             windows = tuple(group.window for group in kv_groups(spec))
             paging = Paging(config.block_size, windows, config.plan_budget)
@@ -188,6 +198,7 @@ class Rank:
                 checkpoint,
                 name=config.served_model_name,
                 dtype=_name(self.dtype),
+                quantization=config.quantization,
                 max_model_len=max_model_len,
                 block_size=config.block_size,
             )

@@ -18,7 +18,8 @@ from paceline.worker.logprobs import Logprobs
 from paceline.worker.masks import Masks
 from paceline.worker.noise import log_exponential, row_keys
 from paceline.worker.pinned import pinned_copy
-from paceline.worker.table import NO_LOGPROBS, SlotTable
+from paceline.worker.table import BIAS, LOGPROBS, NO_EARLY_END, PENALTIES, RANDOM, SlotTable
+from paceline.worker.top import argmax
 
 _CANDIDATES = (256, 4096)  # top-p looks at so many of the largest logits before it looks at all
 _PIECE = 1 << 16  # elements per pass over the whole vocabulary on a CPU: stays in its cache, twice as fast
@@ -53,19 +54,15 @@ class Sampler:
     ) -> Drawn:
         """logits: [draws, >= vocab_size]; slots, positions: [draws], the position is where the drawn id will stand."""
         rows = table.slots[slots]
+        needs = int(np.bitwise_or.reduce(rows["needs"]))  # of any row: what none needs is not even looked for
         raw = logits[:, : self.vocab_size].float()
-        shaped = _shape(raw, rows, slots, positions, table)
-        early = np.flatnonzero(positions < rows["min_len"])
-        if early.size:
+        shaped = _shape(raw, rows, slots, positions, table) if needs & (PENALTIES | BIAS) else raw
+        if needs & NO_EARLY_END and (early := np.flatnonzero(positions < rows["min_len"])).size:
             shaped = self._ban_ends(shaped, early, slots, table, masks)
         if masks is not None:
             shaped = masks.applied(shaped)
-        ids = _draw(shaped, rows, positions)
-        wanted, logprobs = np.flatnonzero(rows["logprobs"] != NO_LOGPROBS), None
-        if wanted.size:
-            index, counts = _to(wanted, raw), rows["logprobs"][wanted]
-            logprobs = Logprobs.of(raw[index], ids[index], wanted, counts, int(counts.max()))
-        return Drawn(ids, raw.amax(-1), logprobs)
+        ids = _draw(shaped, rows, positions) if needs & RANDOM else argmax(shaped)
+        return Drawn(ids, raw.amax(-1), _logprobs(raw, ids, rows) if needs & LOGPROBS else None)
 
     def _ban_ends(
         self, logits: torch.Tensor, early: np.ndarray, slots: np.ndarray, table: SlotTable, masks: Masks | None
@@ -83,15 +80,18 @@ class Sampler:
         return logits.index_put((where[0], where[1]), logits.new_full((), -torch.inf))
 
 
+def _logprobs(raw: torch.Tensor, ids: torch.Tensor, rows: np.ndarray) -> Logprobs:
+    """Of the draws that asked."""
+    wanted = np.flatnonzero(rows["needs"] & LOGPROBS)
+    index, counts = _to(wanted, raw), rows["logprobs"][wanted]
+    return Logprobs.of(raw[index], ids[index], wanted, counts, int(counts.max()))
+
+
 def _shape(raw: torch.Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, table: SlotTable):
-    """Logits after penalties and bias: ``raw`` itself where no row has any, else a copy."""
-    penal = (rows["repetition_penalty"] != 1) | (rows["presence_penalty"] != 0) | (rows["frequency_penalty"] != 0)
-    biased = np.flatnonzero(rows["biased"])
-    if not penal.any() and not biased.size:
-        return raw
+    """A copy of the logits, with penalties and bias."""
+    which, biased = np.flatnonzero(rows["needs"] & PENALTIES), np.flatnonzero(rows["needs"] & BIAS)
     logits = raw.clone()
-    if penal.any():
-        which = np.flatnonzero(penal)
+    if which.size:
         where = _to(which, raw)
         logits[where] = _penalize(raw[where], rows[which], slots[which], positions[which], table)
     for row in biased.tolist():
@@ -121,15 +121,13 @@ def _penalize(logits, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
 def _draw(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
     """[draws, vocab] -> [draws] int64."""
     random = rows["temperature"] > 0
-    if not random.any():
-        return logits.argmax(-1)
     filtered = random & (_top_k(rows, logits.shape[1]) | (rows["top_p"] < 1))
     ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for which, draw in ((~random, None), (filtered, _draw_filtered), (random & ~filtered, _draw_unfiltered)):
         if which.any():
             index = _to(np.flatnonzero(which), logits)
             own = logits if which.all() else logits[index]
-            ids[index] = own.argmax(-1) if draw is None else draw(own, rows[which], positions[which])
+            ids[index] = argmax(own) if draw is None else draw(own, rows[which], positions[which])
     return ids
 
 
@@ -149,7 +147,7 @@ def _draw_unfiltered(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarr
         if rows["min_p"][own].any():
             scores.masked_fill_(scores < _column(rows["min_p"][own], logits).log(), -torch.inf)
         scores -= log_exponential(*_keys(rows[own], positions[own], logits), ids)
-        drawn.append(scores.argmax(-1))
+        drawn.append(argmax(scores))
     return torch.cat(drawn)
 
 

@@ -16,6 +16,9 @@ from paceline.proto.step import NULL_BLOCK, SlotInit, StepPlan
 FREE = -1  # the epoch of a slot that nobody holds
 NO_LOGPROBS = -1
 
+# Steps of the sampler that a slot's parameters call for.
+PENALTIES, BIAS, NO_EARLY_END, RANDOM, LOGPROBS = 1, 2, 4, 8, 16
+
 # One row a slot. Neutral values switch a step of the sampler off; see SamplingParams.
 SLOT = np.dtype(
     [
@@ -33,7 +36,7 @@ SLOT = np.dtype(
         ("logprobs", "i4"),
         ("prompt_logprobs", "i4"),
         ("min_len", "i4"),  # at positions before it no end is drawn
-        ("biased", "?"),
+        ("needs", "i4"),  # steps of the sampler, together
     ],
     align=True,
 )
@@ -60,6 +63,7 @@ class SlotTable:
         self.block_table = np.full((num_groups, num_slots, max_blocks), NULL_BLOCK, dtype=np.int32)
         self.slots = np.zeros(num_slots, dtype=SLOT)
         self.slots["epoch"] = FREE
+        self._is_on_host = self.token_ids.device.type == "cpu"
         self.logit_bias: dict[int, dict[int, float]] = {}
         self.early_stop_ids: dict[int, tuple[int, ...]] = {}
 
@@ -79,7 +83,8 @@ class SlotTable:
         self.token_ids.index_put_(where, ids.to(torch.int32))
 
     def on_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.token_ids.device, non_blocking=True)
+        on_host = torch.from_numpy(np.ascontiguousarray(values))
+        return on_host if self._is_on_host else on_host.to(self.token_ids.device, non_blocking=True)
 
     def _release(self, slots: np.ndarray) -> None:
         self.slots["epoch"][slots] = FREE
@@ -119,5 +124,16 @@ def _record(init: SlotInit, params: SamplingParams) -> tuple:
         NO_LOGPROBS if params.logprobs is None else params.logprobs,
         NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs,
         init.num_prompt + params.min_tokens if params.min_tokens else 0,
-        bool(params.logit_bias),
+        _needs(params),
+    )
+
+
+def _needs(params: SamplingParams) -> int:
+    penal = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    return (
+        (PENALTIES if penal else 0)
+        | (BIAS if params.logit_bias else 0)
+        | (NO_EARLY_END if params.min_tokens else 0)
+        | (RANDOM if params.temperature > 0 else 0)
+        | (LOGPROBS if params.logprobs is not None else 0)
     )

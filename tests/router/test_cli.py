@@ -22,7 +22,8 @@ from tests.router.conftest import ready, running_router, until
 ROOT = Path(__file__).resolve().parents[2]
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 COMMANDS = (
-    "serve", "router", "controller", "replica", "chat", "status", "keys", "pull", "models", "fits", "replay", "version"
+    "serve", "router", "controller", "replica", "bench", "chat", "status", "keys", "pull", "models", "fits", "replay",
+    "version",
 )  # fmt: skip
 
 

@@ -20,14 +20,14 @@ ROUTER_NAMES = {
     "paceline_router_itl_seconds_count", "paceline_router_e2e_seconds_count", "paceline_router_tokens_total",
     "paceline_router_replicas_ready", "paceline_router_open_choices", "paceline_router_shed_total",
     "paceline_router_moved_total", "paceline_router_broken_streams_total",
-    "paceline_router_replica_ready",
+    "paceline_router_replica_ready", "paceline_start_seconds",
 }  # fmt: skip
 
 
 class Link:
-    def __init__(self, replica_id, load, usable=True, ranks=()):
+    def __init__(self, replica_id, load, usable=True, ranks=(), start_seconds=None):
         self.replica_id, self.load, self.usable, self.card = replica_id, load, usable, tiny_card()
-        self.ranks = ranks
+        self.ranks, self.start_seconds = ranks, start_seconds or {}
 
 
 def values(raw: bytes) -> dict[str, float]:
@@ -62,6 +62,17 @@ def test_what_each_rank_holds_is_told_by_replica_and_rank():
         f'{name}{{model_name="tiny",rank="{rank}",replica_id="{replica}"}}': value + rank
         for replica, rank in (("a", 0), ("a", 1), ("b", 0))
         for name, value in (("rank_weight_bytes", 100), ("rank_kv_bytes", 20), ("rank_kv_bytes_per_token", 3))
+    }
+
+
+def test_the_phases_of_a_start_are_told_for_this_process_and_for_each_replica():
+    metrics = Metrics(lambda: [Link("a", ReplicaLoad(), start_seconds={"imports": 1.5, "weights": 0.25})])
+    metrics.started("ray", 2.0)
+    got = values(metrics.render())
+    assert {name: value for name, value in got.items() if "start" in name} == {
+        'paceline_start_seconds{phase="ray",replica_id=""}': 2.0,
+        'paceline_start_seconds{phase="imports",replica_id="a"}': 1.5,
+        'paceline_start_seconds{phase="weights",replica_id="a"}': 0.25,
     }
 
 

@@ -144,7 +144,7 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
 def test_names_are_unique_and_helped():
     assert len(BY_NAME) == len(SETTINGS)
     assert all(setting.help.endswith(".") for setting in SETTINGS)
-    assert not settings.SECTIONS - {"model"} & BY_NAME.keys()
+    assert not settings.SECTIONS - {"model", "engine"} & BY_NAME.keys()
 
 
 def test_defaults_are_those_of_the_configs():

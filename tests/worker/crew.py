@@ -141,7 +141,7 @@ def load(member: Member, config: RankConfig) -> tuple[RankMemory, int, str, int]
 def weight_bytes(module: nn.Module) -> int:
     """Of all that was loaded into it: parameters, and weights that were packed away."""
     packed = [found for child in module.modules() if (found := getattr(child, "packed", None)) is not None]
-    return sum(values.numel() * values.element_size() for values in (*module.parameters(), *packed))
+    return sum(held.nbytes for held in (*module.parameters(), *packed))
 
 
 def execute(member: Member, frame: bytes) -> tuple[StepResult, torch.Tensor | None]:

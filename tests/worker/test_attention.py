@@ -1,14 +1,17 @@
-"""The reference backend against attention written out, row by row, over a cache whose blocks lie scattered."""
+"""Backends against attention written out, row by row, over a cache whose blocks lie scattered; and one another."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.proto.errors import StartupError
 from paceline.proto.request import SamplingParams
 from paceline.proto.step import SlotInit, StepPlan, column
 from paceline.worker.attention.base import BACKENDS, select
+from paceline.worker.attention.cpu import CpuAttention
 from paceline.worker.attention.torch import TorchAttention, _runs
 from paceline.worker.batch import build_batch
 from paceline.worker.kv_cache import KVCache
@@ -17,17 +20,23 @@ from paceline.worker.shards import Shards
 from paceline.worker.table import SlotTable
 
 BLOCK, MAX_LEN, DIM = 4, 256, 16
+COMPUTED_BY = {"torch": TorchAttention, "cpu": CpuAttention}
 
 
-def spec_of(num_heads: int, num_kv_heads: int, window: int = 0) -> ModelSpec:
+@pytest.fixture(params=COMPUTED_BY)
+def backend(request):
+    return COMPUTED_BY[request.param]()
+
+
+def spec_of(num_heads: int, num_kv_heads: int, window: int = 0, dim: int = DIM) -> ModelSpec:
     return ModelSpec(
         architecture="llama",
-        hidden_size=num_heads * DIM,
+        hidden_size=num_heads * dim,
         intermediate_size=1,
         num_layers=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=DIM,
+        head_dim=dim,
         vocab_size=1,
         max_position=MAX_LEN,
         norm_eps=1e-5,
@@ -55,46 +64,43 @@ class Case:
     else's, with large values.
     """
 
-    def __init__(self, rows, num_heads=6, num_kv_heads=2, dtype=torch.float32, **options):
+    def __init__(self, rows, num_heads=6, num_kv_heads=2, dtype=torch.float32, dim=DIM, block=BLOCK, **options):
         torch.manual_seed(0)
-        self.rows, self.options = rows, {"scale": 1 / math.sqrt(DIM), **options}
+        self.rows, self.block, self.options = rows, block, {"scale": 1 / math.sqrt(dim), **options}
         if options.get("sinks"):
             self.options["sinks"] = torch.randn(num_heads, dtype=dtype)
+        max_len = max(MAX_LEN, *(start + length for _, start, length, _ in rows)) // block * block + block
         window = options.get("window", 0)
         slots = max(row[0] for row in rows) + 1
-        self.table = SlotTable(slots, MAX_LEN, BLOCK)
+        self.table = SlotTable(slots, max_len, block)
         params = SamplingParams(seed=0)
         admissions = [
             SlotInit(slot=s, epoch=0, token_ids=column(), num_prompt=0, choice=0, params=params) for s in range(slots)
         ]
         self.table.apply(StepPlan(step_id=1, admissions=admissions))
-        per_slot = MAX_LEN // BLOCK
+        per_slot = max_len // block
         blocks = 1 + torch.randperm(slots * per_slot).view(slots, per_slot)
         self.table.block_table[0] = blocks.numpy()
-        spec = spec_of(num_heads, num_kv_heads, window)
-        self.cache = KVCache(spec, Shards.of(spec).of_rank(), slots * per_slot, BLOCK, dtype, torch.device("cpu"))
+        spec = spec_of(num_heads, num_kv_heads, window, dim)
+        self.cache = KVCache(spec, Shards.of(spec).of_rank(), slots * per_slot, block, dtype, torch.device("cpu"))
         if window:
             for tensor in (self.cache.keys[0], self.cache.values[0]):
                 tensor[0] = 1e4
-        self.k, self.v = (torch.randn(slots, MAX_LEN, num_kv_heads, DIM, dtype=dtype) for _ in range(2))
-        self.q = torch.randn(slots, MAX_LEN, num_heads, DIM, dtype=dtype)
-        for (
-            slot,
-            start,
-            length,
-            write,
-        ) in rows:  # what earlier steps left: all before, and the chunk where it writes nothing
-            known = start if write else start + length
-            for position in range(known):
-                block = blocks[slot, position // BLOCK]
-                self.cache.keys[0][block, position % BLOCK] = self.k[slot, position]
-                self.cache.values[0][block, position % BLOCK] = self.v[slot, position]
+        self.k, self.v = (torch.randn(slots, max_len, num_kv_heads, dim, dtype=dtype) for _ in range(2))
+        self.q = torch.randn(slots, max_len, num_heads, dim, dtype=dtype)
+        for slot, start, length, write in rows:
+            # What earlier steps left: all before, and the chunk where it writes nothing.
+            known = torch.arange(start if write else start + length)
+            where = blocks[slot, known // block], known % block
+            self.cache.keys[0][where] = self.k[slot, known]
+            self.cache.values[0][where] = self.v[slot, known]
             if window:
-                self.table.block_table[0, slot, : max(start - window + 1, 0) // BLOCK] = 0
+                self.table.block_table[0, slot, : max(start - window + 1, 0) // block] = 0
 
-    def run(self, backend: TorchAttention | None = None) -> list[torch.Tensor]:
-        """Output of every row, [length, heads * dim], in the order of ``rows``."""
-        slots, starts, lengths, writes = zip(*self.rows, strict=True)
+    def run(self, backend, rows=None) -> list[torch.Tensor]:
+        """Output of every row, [length, heads * dim], in the order of ``rows``, which may be others than the case's."""
+        rows = rows or self.rows
+        slots, starts, lengths, writes = zip(*rows, strict=True)
         zeros = column([0] * len(slots))
         plan = StepPlan(
             step_id=2,
@@ -107,14 +113,13 @@ class Case:
             chunk_writes=column(writes),
             num_drafts=zeros,
         )
-        batch = build_batch(plan, self.table, BLOCK)
-        spans = [self.rows[row] for row in batch.order]
+        batch = build_batch(plan, self.table, self.block)
+        spans = [rows[row] for row in batch.order]
         q, k, v = (torch.cat([x[s, a : a + n] for s, a, n, _ in spans]) for x in (self.q, self.k, self.v))
-        backend = backend or TorchAttention()
-        metadata = backend.prepare(batch, BLOCK, 0, self.options.get("window", 0))
+        metadata = backend.prepare(batch, self.block, 0, self.options.get("window", 0))
         out = backend.forward(q, k, v, self.cache.keys[0], self.cache.values[0], metadata, **self.options)
         by_row = dict(zip(batch.order.tolist(), out.split(batch.lengths.tolist()), strict=True))
-        return [by_row[row] for row in range(len(self.rows))]
+        return [by_row[row] for row in range(len(rows))]
 
     def expected(self) -> list[torch.Tensor]:
         k, v, q = self.k.float(), self.v.float(), self.q.float()
@@ -139,9 +144,9 @@ CASES = {
 
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_row_sees_its_own_context_and_no_more(case, heads):
+def test_every_row_sees_its_own_context_and_no_more(case, heads, backend):
     step = Case(CASES[case], *heads)
-    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+    for ours, theirs in zip(step.run(backend), step.expected(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -162,18 +167,81 @@ OPTIONS: dict[str, dict] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", CASES | LONG)
-def test_windows_soft_caps_and_sinks_are_as_written_out(case, options):
+def test_windows_soft_caps_and_sinks_are_as_written_out(case, options, backend):
     step = Case((CASES | LONG)[case], **OPTIONS[options])
-    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+    for ours, theirs in zip(step.run(backend), step.expected(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 21}, {"window": 131}, {"window": 21, "softcap": 1.5}])
 @pytest.mark.parametrize("rows", [CASES["all at once"], *LONG.values()], ids=["all at once", *LONG])
-def test_bf16_is_close(rows, options):
+def test_bf16_is_close(rows, options, backend):
     step = Case(rows, dtype=torch.bfloat16, **options)
-    for ours, theirs in zip(step.run(), step.expected(), strict=True):
+    for ours, theirs in zip(step.run(backend), step.expected(), strict=True):
         torch.testing.assert_close(ours.float(), theirs, atol=0.03, rtol=0)
+
+
+@st.composite
+def steps(draw):
+    """Shapes that some model has, and a step of decodes and chunks over scattered blocks."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 3, 4, 7, 20)))
+    row = st.tuples(
+        st.one_of(st.integers(0, 150), st.integers(0, 150), st.integers(1000, 1100)),
+        st.one_of(st.just(1), st.integers(1, 70)),
+        st.sampled_from((1, 1, 1, 0)),
+    )
+    rows = [(slot, *row) for slot, row in enumerate(draw(st.lists(row, min_size=1, max_size=4)))]
+    return {
+        "rows": rows,
+        "num_heads": kv_heads * group,
+        "num_kv_heads": kv_heads,
+        "dim": draw(st.sampled_from((16, 24, 40, 64, 80, 128, 256))),
+        "block": draw(st.sampled_from((1, 4, 16, 24))),
+        "window": draw(st.sampled_from((0, 0, 1, 30, 64, 1030))),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 0.9, 50.0))),
+        "sinks": draw(st.sampled_from((None, True))),
+    }
+
+
+@given(steps())
+@settings(deadline=None, max_examples=25)
+def test_the_kernel_gives_what_torch_gives(step):
+    for ours, theirs in zip(Case(**step).run(CpuAttention()), Case(**step).run(TorchAttention()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@given(steps())
+@settings(deadline=None, max_examples=10)
+def test_in_bf16_the_kernel_is_as_close_to_the_truth_as_torch(step):
+    case = Case(**step, dtype=torch.bfloat16)
+    wide = Case(**step)
+    for name in ("q", "k", "v"):
+        setattr(wide, name, getattr(case, name).float())
+    for name in ("keys", "values"):
+        getattr(wide.cache, name)[0].copy_(getattr(case.cache, name)[0])
+    if case.options["sinks"] is not None:
+        wide.options["sinks"] = case.options["sinks"].float()
+    truth = torch.cat([row.flatten() for row in wide.run(TorchAttention())])
+    ours, theirs = (
+        torch.cat([row.flatten() for row in case.run(backend)]).float()
+        for backend in (CpuAttention(), TorchAttention())
+    )
+    assert (ours - truth).abs().max() <= 1.2 * (theirs - truth).abs().max() + 2**-7
+
+
+@given(steps(), st.data())
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_bits_alone_and_in_company_in_pieces_and_whole(dtype, step, data):
+    whole = Case(**step, dtype=dtype)
+    outs = whole.run(CpuAttention())
+    index = data.draw(st.integers(0, len(outs) - 1))
+    slot, start, length, write = step["rows"][index]
+    cut = data.draw(st.integers(1, length))
+    for first, num in ((start, cut), (start + cut, length - cut)):
+        if num:
+            alone = whole.run(CpuAttention(), [(slot, first, num, write)])
+            assert torch.equal(alone[0], outs[index][first - start : first - start + num])
 
 
 def test_only_blocks_within_the_window_are_gathered():
@@ -194,19 +262,19 @@ def _gathered(step: Case) -> list[int]:
     return seen
 
 
-def test_keys_and_values_of_the_step_are_in_the_cache_afterwards():
+def test_keys_and_values_of_the_step_are_in_the_cache_afterwards(backend):
     step = Case([(0, 5, 9, 1), (1, 20, 1, 1)])
-    step.run()
+    step.run(backend)
     for slot, position in ((0, 5), (0, 13), (1, 20)):
         block = step.table.block_table[0, slot, position // BLOCK]
         torch.testing.assert_close(step.cache.keys[0][block, position % BLOCK], step.k[slot, position])
         torch.testing.assert_close(step.cache.values[0][block, position % BLOCK], step.v[slot, position])
 
 
-def test_a_row_that_writes_nothing_leaves_its_blocks_alone():
+def test_a_row_that_writes_nothing_leaves_its_blocks_alone(backend):
     step = Case([(0, 10, 1, 0)])
     before = step.cache.keys[0][1:].clone()
-    step.run()
+    step.run(backend)
     assert torch.equal(step.cache.keys[0][1:], before)
 
 
@@ -229,7 +297,7 @@ def test_block_copies_take_every_source_as_it_was():
 
 
 def test_an_unknown_backend_is_refused_with_what_would_work():
-    with pytest.raises(StartupError, match="--attention-backend flush is not known; would work here: torch"):
+    with pytest.raises(StartupError, match=r"--attention-backend flush is not known; would work here: .*torch"):
         select("flush", torch.device("cpu"), torch.float32, 64)
 
 
@@ -237,4 +305,22 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setitem(BACKENDS, "missing", ("paceline.worker.attention.missing", "MissingAttention"))
     with pytest.raises(StartupError, match=r"--attention-backend missing cannot run here: .*cannot be imported"):
         select("missing", torch.device("cpu"), torch.float32, 64)
-    assert isinstance(select("auto", torch.device("cpu"), torch.bfloat16, 64), TorchAttention)
+    assert isinstance(select("torch", torch.device("cpu"), torch.bfloat16, 64), TorchAttention)
+
+
+def test_on_a_cpu_our_kernel_goes_first():
+    assert isinstance(select("auto", torch.device("cpu"), torch.bfloat16, 64), CpuAttention)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "reason"),
+    [
+        ("cuda", torch.bfloat16, 64, "on the CPU"),
+        ("cpu", torch.float16, 64, "bfloat16 and float32"),
+        ("cpu", torch.bfloat16, 100, "multiple of 8"),
+        ("cpu", torch.bfloat16, 64, None),
+    ],
+)
+def test_our_kernel_says_where_it_cannot_run(device, dtype, head_dim, reason):
+    answer = CpuAttention.why_not(torch.device(device), dtype, head_dim)
+    assert answer is None if reason is None else reason in answer

@@ -15,6 +15,7 @@ from paceline.worker.kv_cache import KVCache
 
 # name -> module and class. Order is the preference of `auto`.
 BACKENDS = {
+    "cpu": ("paceline.worker.attention.cpu", "CpuAttention"),
     "torch": ("paceline.worker.attention.torch", "TorchAttention"),
 }
 

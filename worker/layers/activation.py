@@ -1,4 +1,4 @@
-"""Element by element: activations by the names that configs give them, and soft caps."""
+"""Element by element: activations by the names that configs give them, gates, and soft caps."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from paceline.proto.errors import StartupError
+from paceline.worker.kernels import elements
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,6 +31,19 @@ def activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise StartupError(f"The activation {name!r} is not known; known are: {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
+
+
+def gated(name: str) -> Activation:
+    """The function of [tokens, gate and up] that gives activation(gate) * up. Raises as `activation`."""
+    activate, kernel = activation(name), elements.GATES.get(name)
+
+    def apply(gate_up: torch.Tensor) -> torch.Tensor:
+        if kernel is not None and elements.takes(gate_up, gate_up.dtype):
+            return elements.gate(gate_up, kernel)
+        gate, up = gate_up.chunk(2, -1)
+        return activate(gate) * up
+
+    return apply
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -4,9 +4,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.worker.layers.linear import can_pack, pack_weight, packed_linear
+from paceline.worker.layers.linear import Packed, pack
 from paceline.worker.parallel import Groups
+from paceline.worker.quant.formats import Format
 from paceline.worker.shards import Part
+from paceline.worker.top import top_indices
 
 
 class Embedding(nn.Module):
@@ -35,10 +37,12 @@ class Head(nn.Module):
 
     Where linears are packed it holds a packed copy beside the plain rows: ids are looked up in the plain ones, and the
     best logits of a row are computed again from them. A product of bf16 comes out rounded to 8 bits, which is a step
-    of 0.125 at a logit of 25: rounding would decide between near ties, and did.
+    of 0.125 at a logit of 25: rounding would decide between near ties, and did. Of a weight in a narrow format the same
+    second look takes back what was rounded, while the embedding holds the rows; no other plain copy is kept.
     """
 
-    packed: torch.Tensor | None = None
+    packed: Packed | None = None
+    format: Format | None = None
     num_exact: int = 32  # best logits of a row, on each rank, that are computed in fp32
 
     def __init__(
@@ -55,6 +59,7 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(vocab.size, size, **factory), requires_grad=False)
         self.held = {"weight": (vocab, Part.all(size))}
         self.groups, self.sizes = groups, sizes
+        self.dtype = factory["dtype"]
         # Kept from becoming a submodule: a tied weight belongs to the embedding and is loaded there, once.
         self._rows = [self if tied_to is None else tied_to]
 
@@ -74,16 +79,24 @@ class Head(nn.Module):
 
     def local(self, x: torch.Tensor) -> torch.Tensor:
         """Of this rank's ids: fp32 [rows, ids]."""
-        weight = self.rows
-        narrow = x.to(weight.dtype)
-        rough = functional.linear(narrow, weight) if self.packed is None else packed_linear(narrow, self.packed)
-        if weight.dtype == torch.float32:
+        if self.packed is None:
+            rough = functional.linear(x.to(self.dtype), self.rows)
+        else:  # a narrow product rounds nothing that comes in or out
+            rough = self.packed(x if self.format else x.to(self.dtype), dtype=torch.float32)
+        if self.rows is None or (self.dtype == torch.float32 and self.format is None):
             return rough
         logits = rough.float()
-        best = logits.topk(min(self.num_exact, logits.shape[1]), dim=1, sorted=False).indices  # [rows, num_exact]
-        exact = torch.bmm(weight[best].float(), x.unsqueeze(2)).squeeze(2)
+        best = top_indices(logits, min(self.num_exact, logits.shape[1]))  # [rows, num_exact]
+        exact = torch.bmm(self.rows[best].float(), x.unsqueeze(2)).squeeze(2)
         return logits.scatter_(1, best, exact)
 
+    def narrow_to(self, format: Format) -> None:
+        """As `Linear.narrow_to`."""
+        self.format = format
+        if not self.is_tied:
+            self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
+
     def pack(self) -> None:
-        if can_pack(self.rows.device, self.rows.dtype):
-            self.packed = pack_weight(self.rows)
+        self.packed = pack(self.rows, None, self.dtype, self.format)
+        if self.format is not None and not self.is_tied:
+            self.register_parameter("weight", None)

@@ -1,48 +1,74 @@
 """Matrix products. Weights come in as files hold them, [out, in]; how they lie in memory afterwards is settled here.
 
-On a CPU, oneDNN multiplies by a weight that was reordered into its own blocks up to 4x faster than by a plain one
-(measured, SmolLM2, one row, all linears and the head: 8 ms against 12 in bf16; a step in fp32: 17 against 39), and a
-row's result depends less on how many rows stand beside it. So a loaded layer is packed once, and its plain weight is
-let go.
+On a CPU a weight is multiplied up to 4x faster once it lies as a product reads it (measured, SmolLM2, a step of one row
+in fp32: 17 ms against 39). So a loaded layer is packed once, and its plain weight is let go: in bf16 for our own kernel
+(quant/product.py), else for oneDNN. A layer that was given a format (quant/formats.py) is packed into that.
 
 Among tensor ranks a product is split by its outputs (a smaller `Linear`) or by its inputs (`SummedLinear`), in turn, so
 that each half of a layer needs one sum (Shoeybi et al., 2019, "Megatron-LM", arXiv:1909.08053).
 """
 
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from paceline.worker.parallel import Groups
+from paceline.worker.quant.formats import BF16, Format, NarrowWeight
+from paceline.worker.quant.product import has_kernel, product_bytes, product_of
 from paceline.worker.shards import Part
+
+
+class Packed(Protocol):
+    """A weight in the order in which it is multiplied, with its bias."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight."""
+
+    def __call__(
+        self, x: torch.Tensor, add: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x: [tokens, in]; add: [tokens, out]. Returns [tokens, out]: fp32 if it was added, else ``dtype`` or x's."""
 
 
 class Linear(nn.Module):
     """y = x W^T (+ bias) (+ add). ``pack`` is called once, when the weight is complete."""
 
-    packed: torch.Tensor | None = None
+    packed: Packed | None = None
+    format: Format | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool = False, **factory):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, **factory), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size, **factory), requires_grad=False) if bias else None
+        self.dtype = factory.get("dtype", torch.get_default_dtype())
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x: [tokens, in]; add: [tokens, out], the fp32 residual. Returns [tokens, out], in fp32 where it was added."""
-        if self.packed is None:
-            y = functional.linear(x, self.weight, self.bias)
-        elif add is not None and add.dtype == x.dtype:
-            return packed_linear(x, self.packed, self.bias, add)
-        else:
-            y = packed_linear(x, self.packed, self.bias)
+        return self.product(x, self.bias, add)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, add: torch.Tensor | None = None) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed(x, add)
+        y = functional.linear(x, self.weight, bias)
         return y if add is None else add + y
 
+    def narrow_to(self, format: Format) -> None:
+        """Before it is loaded: it takes its weight in fp32, of which nothing is lost, and is packed into ``format``."""
+        self.format = format
+        self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
+
     def pack(self) -> None:
-        if can_pack(self.weight.device, self.weight.dtype):
-            self.packed = pack_weight(self.weight)
+        self.packed = pack(self.weight, self.packed_bias(), self.dtype, self.format)
+        if self.packed is not None:
             self.register_parameter("weight", None)
+
+    def packed_bias(self) -> torch.Tensor | None:
+        """What the packed product adds."""
+        return self.bias
 
 
 class FusedLinear(Linear):
@@ -72,25 +98,60 @@ class SummedLinear(Linear):
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         if self.groups.place.tp == 1:
             return super().forward(x, add)
-        y = self.groups.sum(self.product(x))
+        y = self.groups.sum(self.product(x, None))
         if self.bias is not None:
             y += self.bias
         return y if add is None else add + y
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
+    def packed_bias(self) -> torch.Tensor | None:
+        return self.bias if self.groups.place.tp == 1 else None
+
+
+class OneDNN:
+    """A weight in oneDNN's own, opaque order."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._bias = bias
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.numel() * self._weight.element_size()
+
+    def plain(self) -> torch.Tensor:
+        """[out, in]."""
+        return self._weight.to_dense()
+
+    def __call__(
+        self, x: torch.Tensor, add: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if add is not None and add.dtype == x.dtype:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self._weight, self._bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return y.to(dtype or x.dtype) if add is None else add + y
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available()
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque copy of [out, in] in oneDNN's own order."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, format: Format | None = None
+) -> Packed | None:
+    """Of [out, in]; ``dtype`` is the one computed in. None where a weight stays as it is."""
+    if format is not None:
+        return product_of(format.narrow(weight), bias, dtype)
+    if uses_kernel(weight, weight.device, dtype):
+        return product_of(NarrowWeight(BF16, weight.detach()), bias, dtype)
+    return OneDNN(weight, bias) if can_pack(weight.device, dtype) else None
 
 
-def packed_linear(x, packed, bias=None, add=None) -> torch.Tensor:
-    if add is None:
-        return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return torch.ops.mkldnn._linear_pointwise.binary(x, add, packed, bias, "add")
+def packed_bytes(weight: torch.Tensor, device: torch.device, dtype: torch.dtype, format: Format | None = None) -> int:
+    """That ``weight``, which may be on the meta device, will take once packed on ``device``."""
+    if format is not None or uses_kernel(weight, device, dtype):
+        return product_bytes(format or BF16, weight.shape[1], weight.shape[0], dtype)
+    return weight.nbytes
+
+
+def uses_kernel(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and BF16.why_not(device, dtype, weight.shape[1]) is None and has_kernel(device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paceline.worker.kernels import elements
 from paceline.worker.shards import Part
 
 
@@ -25,7 +26,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x: [..., size] fp32. Returns the same shape in ``dtype``, or in the one given."""
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps).to(dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if elements.takes(x, dtype):
+            return elements.rms_norm(x, self.weight, self.eps, dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps).to(dtype)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.proto.errors import StartupError
+from paceline.worker.kernels import elements
 from paceline.worker.models.spec import ModelSpec, RopeScaling
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [tokens, 1, dim] in the model's dtype
@@ -77,7 +78,10 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns x [tokens, heads, head_dim] by the angles of `Rotary`; queries and keys go in together."""
+    """Turns x [tokens, heads, head_dim] by the angles of `Rotary`; queries and keys go in together. Where a kernel does
+    it, it is done in place."""
+    if elements.takes(x, cos.dtype) and x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == cos.dtype:
+        return elements.rotate_(x, cos, sin)
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), -1)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from paceline.worker.layers.activation import activation
+from paceline.worker.layers.activation import activation, gated
 from paceline.worker.layers.linear import FusedLinear, SummedLinear
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.parallel import Groups
@@ -15,14 +15,13 @@ class GatedMLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, shard: Shard, groups: Groups, **factory):
         super().__init__()
-        self.activation = activation(spec.activation)
+        self.gated = gated(spec.activation)
         self.gate_up_proj = FusedLinear(spec.hidden_size, (shard.mlp, shard.mlp), bias=spec.mlp_bias, **factory)
         self.down_proj = SummedLinear(shard.mlp, spec.hidden_size, groups, bias=spec.mlp_bias, **factory)
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None) -> torch.Tensor:
         """x, add: [tokens, hidden]. Returns the output plus ``add``, or without it the output as it is."""
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.activation(gate) * up, add=add)
+        return self.down_proj(self.gated(self.gate_up_proj(x)), add=add)
 
 
 class PlainMLP(nn.Module):

@@ -1,0 +1,128 @@
+"""The library of kernels: the small ones against their slow twins, and what happens where it is missing."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.worker.attention.base import select
+from paceline.worker.attention.torch import TorchAttention
+from paceline.worker.kernels import elements, native
+from paceline.worker.layers.activation import ACTIVATIONS, gated
+from paceline.worker.layers.norm import RMSNorm
+from paceline.worker.layers.rotary import rotate
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+dtypes = st.sampled_from(list(TOLERANCE))
+sizes = st.integers(1, 150)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(native, "_load", lambda: (None, "the library was not built"))
+
+
+def twin_of(function, *args):
+    """What a layer gives where there is no library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_load", lambda: (None, "the library was not built"))
+        return function(*args)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == theirs.dtype
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+
+
+@given(dtypes, st.integers(0, 70), sizes)
+@settings(deadline=None, max_examples=40)
+def test_a_norm_is_torchs(dtype, rows, size):
+    norm = RMSNorm(size, 1e-5, dtype=dtype, device=CPU)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(rows, size)
+    assert_close(norm(x), twin_of(norm, x))
+
+
+def test_a_norm_takes_heads_that_lie_among_others():
+    norm = RMSNorm(16, 1e-5, dtype=torch.float32, device=CPU)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 6, 16)[:, 1:4]
+    assert_close(norm(x), twin_of(norm, x))
+
+
+@given(dtypes, st.integers(1, 70), st.integers(1, 5), st.integers(1, 80), st.integers(0, 3))
+@settings(deadline=None, max_examples=40)
+def test_a_rotation_is_torchs_and_leaves_the_rest_alone(dtype, tokens, heads, half, rest):
+    dim = 2 * half
+    both = torch.randn(tokens, heads + 2, dim + rest).to(dtype)
+    x, others = both[:, :heads], both[:, heads:].clone()
+    cos, sin = torch.randn(2, tokens, 1, dim).to(dtype)
+    expected = twin_of(rotate, x.clone(), cos, sin)
+    assert_close(rotate(x, cos, sin), expected)
+    assert torch.equal(both[:, heads:], others)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@given(dtypes, st.integers(0, 70), sizes)
+@settings(deadline=None, max_examples=10)
+def test_a_gate_is_torchs(name, dtype, tokens, size):
+    x = (8 * torch.randn(tokens, 2 * size)).to(dtype)
+    assert_close(gated(name)(x), twin_of(gated(name), x))
+
+
+def test_gates_hold_at_the_ends():
+    x = torch.tensor([[-1e30, -200.0, -0.0, 200.0, 1e30] + [1.0] * 5])
+    for name in elements.GATES:
+        assert gated(name)(x).tolist() == [[0.0, 0.0, 0.0, 200.0, pytest.approx(1e30)]]
+
+
+def test_rows_come_out_the_same_alone_and_among_many():
+    norm = RMSNorm(576, 1e-5, dtype=torch.float32, device=CPU)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(200, 576)
+    assert torch.equal(norm(x)[7:8], norm(x[7:8]))
+    assert torch.equal(gated("silu")(x)[7:8], gated("silu")(x[7:8]))
+
+
+def test_without_the_library_torch_does_the_work(without_kernels):
+    assert isinstance(select("auto", CPU, torch.bfloat16, 64), TorchAttention)
+    assert not elements.takes(torch.zeros(1), torch.float32)
+
+
+def test_a_missing_library_is_logged_once(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(native, "PATH", tmp_path / "none.so")
+    native._load.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="paceline.worker"):
+        assert native.library() is None
+        assert native.library() is None
+    native._load.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels of our own are not used, torch does their work more slowly: "
+        "the library was not built (no C++ compiler?)"
+    ]
+
+
+def test_a_broken_library_is_a_missing_one(monkeypatch, tmp_path):
+    path = tmp_path / "broken.so"
+    path.write_bytes(b"no library")
+    monkeypatch.setattr(native, "PATH", path)
+    native._load.cache_clear()
+    assert "cannot be loaded" in native.why_not()
+    native._load.cache_clear()
+
+
+def test_the_library_brings_no_second_pool_of_threads():
+    """In a process of its own: what is loaded stays loaded."""
+    code = (
+        "from paceline.worker.kernels import native\n"
+        "assert native.library() is not None\n"
+        "names = {line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.rpartition('/')[2]}\n"
+        "assert len(names) == 1, names\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,350 @@
+// Matrix products with narrow weights: y = x W^T (+ bias) (+ add), for few rows and for many.
+//
+// Weights lie in panels of 32 outputs, one after the other, and each panel in quads of inputs:
+//
+//     bits 8    [panel][in / 4][32 outputs][4 inputs], a byte each, 128 added
+//     bits 4    [panel][in / 4][16 outputs][4 inputs], outputs 0-15 in the low nibbles, 16-31 in the high ones
+//     bits 16   [panel][in / 2][32 outputs][2 inputs], bf16
+//
+// so that a product reads memory once, from one end to the other, and one instruction (VPDPBUSD, VPDPBF16PS) takes a
+// quad of one row of x, broadcast, to 16 outputs.
+//
+// A weight of 4 or 8 bits belongs to a group of its output's inputs, with a scale and, maybe, a minimum. Rows of x become
+// integers as they come: of 8 bits with a scale per group, or of 16 bits, as two planes of 8, with a scale per row. Sums
+// of integers are exact, and groups are added up in order, so a row's result does not depend on the rows beside it, nor
+// on the number of threads. The same holds for bf16, whose products are added up in order.
+//
+// Knows no torch: pointers in, pointers out.
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#include <omp.h>
+#define PACELINE_LINEAR 1
+#endif
+
+extern "C" {
+
+// Made once for each weight, by worker/quant/product.py, in this order.
+struct PacelineWeight {
+    const void *values;
+    const void *scales;    // fp16 [panel][group][32]; none for bits 16
+    const void *minimums;  // as scales, or null
+    const float *bias;     // [panels * 32], or null
+    int64_t in_size;       // a multiple of `group`
+    int64_t out_size;
+    int64_t group;     // inputs that share a scale
+    int32_t bits;      // of a weight: 4, 8 or 16
+    int32_t zero;      // the value that stands for 0, where there are no minimums
+    int32_t planes;    // of x: 1 or 2, of 8 bits each
+};
+
+int paceline_linear_runs(void);
+void paceline_linear(const PacelineWeight *w, const void *x, int x_is_bf16, int64_t num_rows, const float *add, void *y,
+                     int y_is_bf16, int num_threads);
+}
+
+#ifndef PACELINE_LINEAR
+
+int paceline_linear_runs(void) { return 0; }
+void paceline_linear(const PacelineWeight *, const void *, int, int64_t, const float *, void *, int, int) {}
+
+#else
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,f16c,fma")
+
+namespace {
+
+constexpr int PANEL = 32;
+constexpr int64_t ROWS_AT_ONCE = 192;  // of x, so that they stay in the L2 cache while panels pass
+constexpr int64_t AHEAD = 2048;        // bytes of weights that are asked of memory before they are needed
+constexpr int64_t ALONE = 1 << 14;     // numbers of x that one thread makes integers of before another is awake
+
+// Rows of x as the product takes them.
+struct Rows {
+    int8_t *values;    // [planes][rows][stride]
+    int32_t *sums;     // [planes][rows][groups], of values
+    float *scales;     // [rows][groups], or with two planes [rows]
+    float *sums_of_x;  // [rows][groups], in units of the scale with two planes
+    int64_t stride;    // bytes
+    int64_t num_rows;
+    int64_t num_groups;
+
+    int8_t *of(int plane, int64_t row) const { return values + (plane * num_rows + row) * stride; }
+    int64_t at(int64_t row, int64_t group) const { return row * num_groups + group; }
+    int32_t &sum(int plane, int64_t row, int64_t group) const { return sums[at(plane * num_rows + row, group)]; }
+};
+
+inline __m512 load16(const void *x, bool is_bf16, int64_t at, __mmask16 mask) {
+    if (!is_bf16) return _mm512_maskz_loadu_ps(mask, static_cast<const float *>(x) + at);
+    __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t *>(x) + at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline __mmask16 first(int64_t count) { return count >= 16 ? __mmask16(0xffff) : __mmask16((1u << count) - 1); }
+
+// One row, or the part of it that has one scale: integers of 8 or 16 bits, and the scale.
+template <int PLANES>
+float quantize(const void *x, bool is_bf16, int64_t at, int64_t size, int8_t *high, int8_t *low) {
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t k = 0; k < size; k += 16)
+        most = _mm512_max_ps(most, _mm512_abs_ps(load16(x, is_bf16, at + k, first(size - k))));
+    const float limit = PLANES == 1 ? 127.0f : 32512.0f;  // 127 * 256: the high plane must not pass 127
+    const float largest = _mm512_reduce_max_ps(most);
+    const float scale = largest / limit;
+    const __m512 inverse = _mm512_set1_ps(largest > 0 ? limit / largest : 0.0f);
+    for (int64_t k = 0; k < size; k += 16) {
+        const __mmask16 mask = first(size - k);
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x, is_bf16, at + k, mask), inverse));
+        if (PLANES == 1) {
+            _mm_mask_storeu_epi8(high + k, mask, _mm512_cvtepi32_epi8(whole));
+        } else {  // whole = 256 * high + low, low in [-128, 127]
+            const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+            _mm_mask_storeu_epi8(high + k, mask, _mm512_cvtepi32_epi8(above));
+            _mm_mask_storeu_epi8(low + k, mask, _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(above, 8))));
+        }
+    }
+    return scale;
+}
+
+inline int32_t sum_of(const int8_t *values, int64_t size) {
+    __m512i sum = _mm512_setzero_si512();
+    const __m512i ones = _mm512_set1_epi8(1);
+    for (int64_t k = 0; k < size; k += 64) {
+        const int64_t left = size - k;
+        const __mmask64 mask = left >= 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1;
+        sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(mask, values + k));
+    }
+    return _mm512_reduce_add_epi32(sum);
+}
+
+// Written out: GCC 12 moves the sums of its own intrinsics from register to register and to the stack, for half the speed.
+inline void add_products(__m512i &sum, __m512i weights, __m512i inputs) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+}
+
+inline void add_products(__m512 &sum, __m512i weights, __m512i inputs) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+}
+
+// Memory that is kept from call to call. No std::vector: its functions, compiled here for AVX-512, could be taken for
+// those of the library's other files.
+struct Room {
+    void *at = nullptr;
+    size_t size = 0;
+
+    ~Room() { std::free(at); }
+
+    template <class T>
+    T *of(int64_t count) {
+        const size_t wanted = count * sizeof(T);
+        if (size < wanted) {
+            std::free(at);
+            at = std::malloc(wanted);
+            size = wanted;
+        }
+        return static_cast<T *>(at);
+    }
+};
+
+template <int BITS>
+inline void load_pair(const uint8_t *at, __m512i &a, __m512i &b) {
+    if (BITS == 4) {
+        const __m512i both = _mm512_loadu_si512(at), low = _mm512_set1_epi8(15);
+        a = _mm512_and_si512(both, low);
+        b = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    } else {
+        a = _mm512_loadu_si512(at);
+        b = _mm512_loadu_si512(at + 64);
+    }
+}
+
+inline __m512 half16(const void *values, int64_t at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(static_cast<const uint16_t *>(values) + at)));
+}
+
+inline void put(const __m512 value, void *y, int y_is_bf16, int64_t at, __mmask16 mask) {
+    if (y_is_bf16)
+        _mm256_mask_storeu_epi16(static_cast<uint16_t *>(y) + at, mask, (__m256i)_mm512_cvtneps_pbh(value));
+    else
+        _mm512_mask_storeu_ps(static_cast<float *>(y) + at, mask, value);
+}
+
+// One panel for MR rows from `row`.
+template <int BITS, bool MINIMUM, int PLANES, int MR>
+void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, const float *add, void *y, int y_is_bf16) {
+    constexpr bool INTEGER = BITS != 16;
+    constexpr int QUAD = INTEGER ? 4 : 2;            // inputs
+    constexpr int64_t BYTES = BITS == 4 ? 64 : 128;  // of a panel's quad
+    const int64_t num_groups = w.in_size / w.group, quads = w.group / QUAD;
+    const uint8_t *values = static_cast<const uint8_t *>(w.values) + panel * (w.in_size / QUAD) * BYTES;
+    __m512 total[MR][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < num_groups; g++) {
+        __m512i sum[PLANES][MR][2];
+        const int8_t *inputs[PLANES];
+#pragma GCC unroll 2
+        for (int p = 0; p < PLANES; p++) {
+            inputs[p] = x.of(p, row) + g * quads * 4;
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++)
+                sum[p][m][0] = sum[p][m][1] = !INTEGER || MINIMUM ? _mm512_setzero_si512()
+                                                                  : _mm512_set1_epi32(-w.zero * x.sum(p, row + m, g));
+        }
+        for (int64_t q = 0; q < quads; q++) {
+            __m512i a, b;
+            _mm_prefetch(reinterpret_cast<const char *>(values) + AHEAD, _MM_HINT_T0);
+            if (BYTES > 64) _mm_prefetch(reinterpret_cast<const char *>(values) + AHEAD + 64, _MM_HINT_T0);
+            load_pair<BITS>(values, a, b);
+            values += BYTES;
+#pragma GCC unroll 2
+            for (int p = 0; p < PLANES; p++)
+#pragma GCC unroll 16
+                for (int m = 0; m < MR; m++) {
+                    int32_t quad;
+                    std::memcpy(&quad, inputs[p] + m * x.stride + q * 4, 4);
+                    const __m512i in = _mm512_set1_epi32(quad);
+                    if (INTEGER) {
+                        add_products(sum[p][m][0], a, in);
+                        add_products(sum[p][m][1], b, in);
+                    } else {
+                        add_products(total[m][0], a, in);
+                        add_products(total[m][1], b, in);
+                    }
+                }
+        }
+        if (!INTEGER) continue;
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++) {
+            const int64_t at = (panel * num_groups + g) * PANEL + side * 16;
+            const __m512 scale = half16(w.scales, at);
+            const __m512 minimum = MINIMUM ? half16(w.minimums, at) : scale;
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++) {
+                __m512 part = _mm512_cvtepi32_ps(sum[0][m][side]);
+                if (PLANES == 2)
+                    part = _mm512_fmadd_ps(part, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[PLANES - 1][m][side]));
+                else
+                    part = _mm512_mul_ps(part, _mm512_set1_ps(x.scales[x.at(row + m, g)]));
+                total[m][side] = _mm512_fmadd_ps(part, scale, total[m][side]);
+                if (MINIMUM)
+                    total[m][side] =
+                        _mm512_fmadd_ps(_mm512_set1_ps(x.sums_of_x[x.at(row + m, g)]), minimum, total[m][side]);
+            }
+        }
+    }
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; side++) {
+        const int64_t column = panel * PANEL + side * 16;
+        if (column >= w.out_size) break;
+        const __mmask16 mask = first(w.out_size - column);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++) {
+            __m512 out = total[m][side];
+            if (INTEGER && PLANES == 2) out = _mm512_mul_ps(out, _mm512_set1_ps(x.scales[row + m]));
+            if (w.bias) out = _mm512_add_ps(out, _mm512_loadu_ps(w.bias + column));
+            const int64_t at = (row + m) * w.out_size + column;
+            if (add) out = _mm512_add_ps(out, _mm512_maskz_loadu_ps(mask, add + at));
+            put(out, y, y_is_bf16, at, mask);
+        }
+    }
+}
+
+// The tile of `wanted` rows, of at most MR.
+template <int BITS, bool MINIMUM, int PLANES, int MR>
+void run_tile(int wanted, const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, const float *add, void *y,
+              int y_is_bf16) {
+    if constexpr (MR > 0) {
+        if (wanted < MR)
+            run_tile<BITS, MINIMUM, PLANES, MR - 1>(wanted, w, x, panel, row, add, y, y_is_bf16);
+        else
+            tile<BITS, MINIMUM, PLANES, MR>(w, x, panel, row, add, y, y_is_bf16);
+    }
+}
+
+template <int BITS, bool MINIMUM, int PLANES>
+void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const float *add, void *y, int y_is_bf16,
+             int num_threads) {
+    constexpr int MOST = BITS == 16 ? 12 : PLANES == 1 ? 6 : 4;  // rows whose sums stay in registers
+    const int64_t panels = (w.out_size + PANEL - 1) / PANEL;
+    auto share = [&](int64_t part, int64_t parts) {
+        const int64_t begin = panels * part / parts, end = panels * (part + 1) / parts;
+        for (int64_t block = 0; block < num_rows; block += ROWS_AT_ONCE) {
+            const int64_t rows = num_rows - block < ROWS_AT_ONCE ? num_rows - block : ROWS_AT_ONCE;
+            const int64_t tiles = (rows + MOST - 1) / MOST;
+            for (int64_t panel = begin; panel < end; panel++)
+                for (int64_t t = 0; t < tiles; t++) {
+                    const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
+                    run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, add, y, y_is_bf16);
+                }
+        }
+    };
+    if (num_threads <= 1) {
+        share(0, 1);
+    } else {
+#pragma omp parallel num_threads(num_threads)
+        share(omp_get_thread_num(), omp_get_num_threads());
+    }
+}
+
+// One row of x as integers.
+template <int PLANES>
+void prepare(const PacelineWeight &w, const void *x, int x_is_bf16, int64_t row, const Rows &to) {
+    int8_t *high = to.of(0, row), *low = to.of(PLANES - 1, row);
+    const int64_t scaled = PLANES == 1 ? w.group : w.in_size;  // inputs that share a scale
+    float *scales = to.scales + row * (w.in_size / scaled);
+    for (int64_t k = 0; k < w.in_size; k += scaled)
+        scales[k / scaled] = quantize<PLANES>(x, x_is_bf16, row * w.in_size + k, scaled, high + k, low + k);
+    for (int64_t g = 0; g < to.num_groups; g++) {
+        const int32_t sum = to.sum(0, row, g) = sum_of(high + g * w.group, w.group);
+        if (PLANES == 1)
+            to.sums_of_x[to.at(row, g)] = float(sum) * scales[g];
+        else
+            to.sums_of_x[to.at(row, g)] =
+                float(sum) * 256.0f + float(to.sum(PLANES - 1, row, g) = sum_of(low + g * w.group, w.group));
+    }
+}
+
+}  // namespace
+
+void paceline_linear(const PacelineWeight *weight, const void *x, int x_is_bf16, int64_t num_rows, const float *add,
+                     void *y, int y_is_bf16, int num_threads) {
+    const PacelineWeight &w = *weight;
+    Rows rows{};
+    rows.num_rows = num_rows;
+    if (w.bits == 16) {
+        rows.values = static_cast<int8_t *>(const_cast<void *>(x));  // read only
+        rows.stride = w.in_size * 2;
+        return product<16, false, 1>(w, rows, num_rows, add, y, y_is_bf16, num_threads);
+    }
+    static thread_local Room values, sums, scales, sums_of_x;
+    rows.stride = w.in_size;
+    rows.num_groups = w.in_size / w.group;
+    rows.values = values.of<int8_t>(num_rows * w.planes * rows.stride);
+    rows.sums = sums.of<int32_t>(num_rows * w.planes * rows.num_groups);
+    rows.scales = scales.of<float>(num_rows * rows.num_groups);
+    rows.sums_of_x = sums_of_x.of<float>(num_rows * rows.num_groups);
+    const int threads = num_rows * w.in_size < ALONE ? 1 : num_threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < num_rows; row++)
+        w.planes == 2 ? prepare<2>(w, x, x_is_bf16, row, rows) : prepare<1>(w, x, x_is_bf16, row, rows);
+    const auto run = w.bits == 8 ? (w.minimums ? (w.planes == 2 ? product<8, true, 2> : product<8, true, 1>)
+                                               : (w.planes == 2 ? product<8, false, 2> : product<8, false, 1>))
+                                 : (w.minimums ? (w.planes == 2 ? product<4, true, 2> : product<4, true, 1>)
+                                               : (w.planes == 2 ? product<4, false, 2> : product<4, false, 1>));
+    run(w, rows, num_rows, add, y, y_is_bf16, num_threads);
+}
+
+#pragma GCC pop_options
+
+int paceline_linear_runs(void) {
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+#endif
