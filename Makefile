@@ -31,7 +31,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer; set PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 
-$(SERVE_STAMP): $(BIN)/python pyproject.toml
+$(SERVE_STAMP): $(BIN)/python pyproject.toml setup.py $(wildcard worker/kernels/*.cpp worker/kernels/*.h)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	  echo "==> installing $(TORCH) (the largest part, a minute or two)"; \
 	  $(BIN)/python -m pip install --disable-pip-version-check -q $(TORCH_ARGS) "$(TORCH)"; }

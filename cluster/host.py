@@ -6,7 +6,6 @@ to the loop.
 """
 
 import asyncio
-import gc
 import itertools
 import logging
 import threading
@@ -21,6 +20,7 @@ from paceline.cluster.engine.engine import Engine
 from paceline.cluster.engine.executor import Executor, Loaded
 from paceline.cluster.engine.scheduler import Scheduler
 from paceline.cluster.routes import Caller, Reply, Route, Routes
+from paceline.proto import heap
 from paceline.proto.errors import InvalidRequest, NoReplica, PacelineError, StartupError
 from paceline.proto.load import RankMemory, ReplicaLoad
 from paceline.proto.model import ModelCard
@@ -136,8 +136,7 @@ class EngineHost:
         error: BaseException | None = None
         try:
             loaded = self._load(self._config, self._on_phase)
-            gc.collect()
-            gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
+            heap.settle()
             self._executor = loaded.executor
             scheduler = Scheduler(_engine_config(self._config, loaded))
             engine = Engine(scheduler, loaded.executor, self._publish, on_load=self._beat_if_idle)

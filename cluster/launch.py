@@ -35,8 +35,8 @@ class Cluster:
         on_states: Callable[[dict[str, str]], None] = lambda states: None,
         on_phase: Callable[[str, float], None] = lambda phase, seconds: None,
     ) -> tuple[str, list[str]]:
-        """Also returns what each replica loaded. ``on_phase`` is told each phase and its seconds. Raises StartupError with
-        the reason of the first that cannot."""
+        """Also returns what each replica loaded. ``on_phase`` is told each phase and its seconds. Raises StartupError
+        with the reason of the first that cannot."""
         laps = Laps(on_phase)
         connect(self._config)
         laps.lap("ray")

@@ -5,7 +5,6 @@ second one ends the process as soon as the engine is gone, whatever the first on
 is a `Work`: torch_rank.py, or a test's.
 """
 
-import gc
 import importlib
 import logging
 import os
@@ -35,7 +34,7 @@ from paceline.cluster.messages import (
     decode,
     encode,
 )
-from paceline.proto import logs
+from paceline.proto import heap, logs
 from paceline.proto.errors import PacelineError, StartupError
 from paceline.proto.step import StepPlan, StepResult
 from paceline.worker import threads
@@ -139,8 +138,7 @@ class _Life:
         self._work.join(go, interface)
         self._tell_phase("groups", time.perf_counter() - began)
         ready = self._work.load(self._tell_phase)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: later collections, which hold up a step, need not look at it
+        heap.settle()
         self._send(ready)
 
     def serve(self) -> None:

@@ -1,4 +1,4 @@
-"""Phases of a start that follow each other, each timed from the end of the one before. Knows nothing of what they do."""
+"""Phases of a start that follow each other, each timed from the end of the one before. Knows not what they do."""
 
 import time
 from collections.abc import Callable

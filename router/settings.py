@@ -209,7 +209,7 @@ SETTINGS: tuple[Setting, ...] = (
          most=16, shown="as many as stages; 2 for several ranks or a GPU, else 1"),
     _row(ENGINE, "attention_backend", "How attention is computed.", "rank.attention_backend",
          choices=("auto", "cpu", "torch")),
-    _row(ENGINE, "quantization", "Narrower weights: 8 bits, 8 bits for inputs too, 4 bits, or as the GGUF file has them.",
+    _row(ENGINE, "quantization", "Narrower weights: 8 bits, inputs at 8 too, 4 bits, or as the GGUF file has them.",
          "rank.quantization", choices=("int8", "w8a8", "int4", "gguf"), shown="as the dtype"),
     _row(ENGINE, "step_timeout", "Seconds without a step, while there is work, after which a replica ends itself.",
          "replica.step_timeout", least=0),

@@ -481,6 +481,17 @@ async def test_what_its_ranks_hold_is_told_with_the_state_and_to_each_router():
         assert tuple(map(codec.rank_of, welcome.ranks)) == ranks
 
 
+async def test_what_each_phase_of_its_start_took_is_told_to_each_router():
+    def load(config, on_phase):
+        on_phase("imports", 1.5)
+        on_phase("weights", 0.25)
+        return Loaded(GatedExecutor(gate_open=True), CARD, 512, "a fake")
+
+    async with running_replica(load=load) as replica:
+        welcome = (await attached(replica)).frames[0].welcome
+        assert dict(welcome.start_seconds) == {"imports": 1.5, "weights": 0.25}
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import time
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.e2e.conftest import PROMPTS
@@ -106,6 +107,23 @@ def test_a_closed_connection_gives_its_blocks_back(server):
             return
         time.sleep(0.1)
     raise AssertionError("blocks are still in use")
+
+
+def test_a_replica_gives_way_to_others_no_more_than_the_router_does(server):
+    router = psutil.Process(server.process.pid)
+    family = {process.name(): process.nice() for process in router.children(recursive=True)}
+    replicas = [nice for name, nice in family.items() if name.startswith("ray::Replica")]
+    assert replicas == [router.nice()]
+
+
+def test_the_phases_of_the_start_are_in_the_metrics_and_in_the_log(server):
+    lines = httpx.get(server.url + "/metrics", timeout=10).text.splitlines()
+    told = [line.split('phase="')[1].split('"')[0] for line in lines if line.startswith("paceline_start_seconds{")]
+    whole = {"imports", "ray", "controller", "replicas", "attach"}
+    assert set(told) == whole | {"open", "weights", "kv pool", "card", "warm-up"}
+    assert told.count("imports") == 2  # of the command and of the replica
+    log = server.log.read_text()
+    assert all(f"start: {phase} took" in log for phase in whole)
 
 
 def metric(server, name: str) -> float:

@@ -14,6 +14,7 @@ from paceline.worker.attention.base import BACKENDS, select
 from paceline.worker.attention.cpu import CpuAttention
 from paceline.worker.attention.torch import TorchAttention, _runs
 from paceline.worker.batch import build_batch
+from paceline.worker.kernels import native
 from paceline.worker.kv_cache import KVCache
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.shards import Shards
@@ -210,6 +211,24 @@ def test_the_kernel_gives_what_torch_gives(step):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("instructions", ["avx512", "avx2", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_older_instructions_give_the_same_within_rounding(instructions, dtype):
+    rows = [(0, 1000, 90, 1), (1, 80, 1, 1), (2, 0, 33, 1), (3, 2, 1, 0)]
+    for options in ({}, {"window": 40, "softcap": 1.5, "sinks": True}):
+        case = Case(rows, 9, 3, dtype, dim=40, **options)
+        best = native.instructions()
+        expected = case.run(CpuAttention())
+        if not native.use_instructions(instructions):
+            return  # not on this processor
+        try:
+            outs = case.run(CpuAttention())
+        finally:
+            assert native.use_instructions(best)
+        for ours, theirs in zip(outs, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0)
+
+
 @given(steps())
 @settings(deadline=None, max_examples=10)
 def test_in_bf16_the_kernel_is_as_close_to_the_truth_as_torch(step):
@@ -269,6 +288,15 @@ def test_keys_and_values_of_the_step_are_in_the_cache_afterwards(backend):
         block = step.table.block_table[0, slot, position // BLOCK]
         torch.testing.assert_close(step.cache.keys[0][block, position % BLOCK], step.k[slot, position])
         torch.testing.assert_close(step.cache.values[0][block, position % BLOCK], step.v[slot, position])
+
+
+def test_what_is_no_number_stays_in_its_row(backend):
+    step = Case([(0, 30, 1, 1), (1, 2, 20, 1), (2, 40, 1, 1)])
+    step.q[0, 30] = step.v[1, 3] = math.nan
+    outs = step.run(backend)
+    assert outs[0].isnan().all()
+    assert outs[1][1:].isnan().all()
+    assert not outs[2].isnan().any()
 
 
 def test_a_row_that_writes_nothing_leaves_its_blocks_alone(backend):

@@ -82,6 +82,27 @@ def test_gates_hold_at_the_ends():
         assert gated(name)(x).tolist() == [[0.0, 0.0, 0.0, 200.0, pytest.approx(1e30)]]
 
 
+@pytest.mark.parametrize("instructions", ["avx512", "avx2", "plain"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_older_instructions_give_the_same_within_rounding(instructions, dtype):
+    norm = RMSNorm(70, 1e-5, dtype=dtype, device=CPU)
+    torch.nn.init.normal_(norm.weight)
+    x, heads, turn = torch.randn(9, 70), torch.randn(9, 3, 26).to(dtype), torch.randn(2, 9, 1, 20).to(dtype)
+
+    def results():
+        return norm(x), rotate(heads.clone(), *turn), gated("silu")(norm(x)), gated("gelu_new")(norm(x))
+
+    best, expected = native.instructions(), results()
+    if native.use_instructions(instructions):
+        for ours, theirs in zip(results(), expected, strict=True):
+            assert_close(ours, theirs)
+    assert native.use_instructions(best)
+
+
+def test_instructions_that_are_not_there_are_not_taken():
+    assert not native.use_instructions("avx9000")
+
+
 def test_rows_come_out_the_same_alone_and_among_many():
     norm = RMSNorm(576, 1e-5, dtype=torch.float32, device=CPU)
     torch.nn.init.normal_(norm.weight)

@@ -14,15 +14,28 @@
 
 namespace paceline {
 
-const Kernels &kernels() {
-    static const Kernels &best = [&]() -> const Kernels & {
+namespace {
+
+// Every set that was built, the best first.
+const Kernels *const all[] = {
 #if defined(__x86_64__)
-        for (const Kernels *each : {&avx512_bf16_kernels, &avx512_kernels, &avx2_kernels})
-            if (each->runs()) return *each;
+    &avx512_bf16_kernels, &avx512_kernels, &avx2_kernels,
 #endif
-        return plain_kernels;
-    }();
-    return best;
+    &plain_kernels};
+
+const Kernels *best() {
+    for (const Kernels *each : all)
+        if (each->runs()) return each;
+    return &plain_kernels;
+}
+
+const Kernels *chosen = nullptr;
+
+}  // namespace
+
+const Kernels &kernels() {
+    if (!chosen) chosen = best();
+    return *chosen;
 }
 
 namespace {
@@ -131,7 +144,17 @@ bool is_small(const PacelineAttention &call, const std::vector<Job> &jobs) {
 extern "C" {
 
 // The name of the instruction set in use.
-const char *paceline_kernels(void) { return paceline::kernels().name; }
+const char *paceline_instructions(void) { return paceline::kernels().name; }
+
+// Takes another than the best, for tests. Not beside a running call. Returns whether it is known and runs here.
+int paceline_use_instructions(const char *name) {
+    for (const paceline::Kernels *each : paceline::all)
+        if (!std::strcmp(each->name, name) && each->runs()) {
+            paceline::chosen = each;
+            return 1;
+        }
+    return 0;
+}
 
 void paceline_attention(const PacelineAttention *pointer) {
     using namespace paceline;

@@ -25,7 +25,7 @@ _ARGUMENTS = {
 
 def takes(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernels can work on ``x``, with results in ``dtype``."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and dtype in DTYPES and native.library() is not None
+    return x.is_cpu and x.dtype in DTYPES and dtype in DTYPES and native.library() is not None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

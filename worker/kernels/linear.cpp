@@ -36,10 +36,10 @@ struct PacelineWeight {
     const float *bias;     // [panels * 32], or null
     int64_t in_size;       // a multiple of `group`
     int64_t out_size;
-    int64_t group;     // inputs that share a scale
-    int32_t bits;      // of a weight: 4, 8 or 16
-    int32_t zero;      // the value that stands for 0, where there are no minimums
-    int32_t planes;    // of x: 1 or 2, of 8 bits each
+    int64_t group;  // inputs that share a scale, a multiple of 16
+    int32_t bits;    // of a weight: 4, 8 or 16
+    int32_t zero;    // the value that stands for 0, where there are no minimums
+    int32_t planes;  // of x: 1 or 2, of 8 bits each
 };
 
 int paceline_linear_runs(void);
@@ -79,48 +79,23 @@ struct Rows {
     int32_t &sum(int plane, int64_t row, int64_t group) const { return sums[at(plane * num_rows + row, group)]; }
 };
 
-inline __m512 load16(const void *x, bool is_bf16, int64_t at, __mmask16 mask) {
-    if (!is_bf16) return _mm512_maskz_loadu_ps(mask, static_cast<const float *>(x) + at);
-    __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t *>(x) + at);
+inline __m512 load16(const void *x, bool is_bf16, int64_t at) {
+    if (!is_bf16) return _mm512_loadu_ps(static_cast<const float *>(x) + at);
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(static_cast<const uint16_t *>(x) + at));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-inline __mmask16 first(int64_t count) { return count >= 16 ? __mmask16(0xffff) : __mmask16((1u << count) - 1); }
+inline void store16(int8_t *to, __m512i values) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(values));
+}
 
-// One row, or the part of it that has one scale: integers of 8 or 16 bits, and the scale.
-template <int PLANES>
-float quantize(const void *x, bool is_bf16, int64_t at, int64_t size, int8_t *high, int8_t *low) {
+inline float largest(const void *x, bool is_bf16, int64_t at, int64_t size) {
     __m512 most = _mm512_setzero_ps();
-    for (int64_t k = 0; k < size; k += 16)
-        most = _mm512_max_ps(most, _mm512_abs_ps(load16(x, is_bf16, at + k, first(size - k))));
-    const float limit = PLANES == 1 ? 127.0f : 32512.0f;  // 127 * 256: the high plane must not pass 127
-    const float largest = _mm512_reduce_max_ps(most);
-    const float scale = largest / limit;
-    const __m512 inverse = _mm512_set1_ps(largest > 0 ? limit / largest : 0.0f);
-    for (int64_t k = 0; k < size; k += 16) {
-        const __mmask16 mask = first(size - k);
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x, is_bf16, at + k, mask), inverse));
-        if (PLANES == 1) {
-            _mm_mask_storeu_epi8(high + k, mask, _mm512_cvtepi32_epi8(whole));
-        } else {  // whole = 256 * high + low, low in [-128, 127]
-            const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-            _mm_mask_storeu_epi8(high + k, mask, _mm512_cvtepi32_epi8(above));
-            _mm_mask_storeu_epi8(low + k, mask, _mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(above, 8))));
-        }
-    }
-    return scale;
+    for (int64_t k = 0; k < size; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(load16(x, is_bf16, at + k)));
+    return _mm512_reduce_max_ps(most);
 }
 
-inline int32_t sum_of(const int8_t *values, int64_t size) {
-    __m512i sum = _mm512_setzero_si512();
-    const __m512i ones = _mm512_set1_epi8(1);
-    for (int64_t k = 0; k < size; k += 64) {
-        const int64_t left = size - k;
-        const __mmask64 mask = left >= 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1;
-        sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(mask, values + k));
-    }
-    return _mm512_reduce_add_epi32(sum);
-}
+inline __mmask16 first(int64_t count) { return count >= 16 ? __mmask16(0xffff) : __mmask16((1u << count) - 1); }
 
 // Written out: GCC 12 moves the sums of its own intrinsics from register to register and to the stack, for half the speed.
 inline void add_products(__m512i &sum, __m512i weights, __m512i inputs) {
@@ -292,21 +267,40 @@ void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const flo
     }
 }
 
-// One row of x as integers.
+// One row of x as integers, of 8 bits or, in two planes, of 16: 256 * high + low, low in [-128, 127].
 template <int PLANES>
-void prepare(const PacelineWeight &w, const void *x, int x_is_bf16, int64_t row, const Rows &to) {
-    int8_t *high = to.of(0, row), *low = to.of(PLANES - 1, row);
-    const int64_t scaled = PLANES == 1 ? w.group : w.in_size;  // inputs that share a scale
-    float *scales = to.scales + row * (w.in_size / scaled);
-    for (int64_t k = 0; k < w.in_size; k += scaled)
-        scales[k / scaled] = quantize<PLANES>(x, x_is_bf16, row * w.in_size + k, scaled, high + k, low + k);
+void prepare(const PacelineWeight &w, const void *x, bool is_bf16, int64_t row, const Rows &to) {
+    constexpr float LIMIT = PLANES == 1 ? 127.0f : 127.0f * 256.0f;
+    const int64_t first = row * w.in_size;
+    float most = PLANES == 2 ? largest(x, is_bf16, first, w.in_size) : 0.0f;
+    if (PLANES == 2) to.scales[row] = most / LIMIT;
     for (int64_t g = 0; g < to.num_groups; g++) {
-        const int32_t sum = to.sum(0, row, g) = sum_of(high + g * w.group, w.group);
-        if (PLANES == 1)
-            to.sums_of_x[to.at(row, g)] = float(sum) * scales[g];
+        const int64_t begin = g * w.group;
+        if (PLANES == 1) {
+            most = largest(x, is_bf16, first + begin, w.group);
+            to.scales[to.at(row, g)] = most / LIMIT;
+        }
+        const __m512 inverse = _mm512_set1_ps(most > 0 ? LIMIT / most : 0.0f);
+        __m512i sum_high = _mm512_setzero_si512(), sum_low = sum_high;
+        for (int64_t k = begin; k < begin + w.group; k += 16) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x, is_bf16, first + k), inverse));
+            __m512i high = whole;
+            if (PLANES == 2) {
+                high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+                const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+                sum_low = _mm512_add_epi32(sum_low, low);
+                store16(to.of(1, row) + k, low);
+            }
+            sum_high = _mm512_add_epi32(sum_high, high);
+            store16(to.of(0, row) + k, high);
+        }
+        const int32_t of_high = to.sum(0, row, g) = _mm512_reduce_add_epi32(sum_high);
+        float sum = float(of_high);
+        if (PLANES == 2)
+            sum = sum * 256.0f + float(to.sum(1, row, g) = _mm512_reduce_add_epi32(sum_low));
         else
-            to.sums_of_x[to.at(row, g)] =
-                float(sum) * 256.0f + float(to.sum(PLANES - 1, row, g) = sum_of(low + g * w.group, w.group));
+            sum *= to.scales[to.at(row, g)];
+        to.sums_of_x[to.at(row, g)] = sum;
     }
 }
 

@@ -27,12 +27,19 @@ def why_not() -> str | None:
 
 
 def instructions() -> str:
-    """Which instruction set its kernels use here."""
+    """The instruction set that its kernels use: the best that this processor has."""
     loaded = library()
     assert loaded is not None
-    name = loaded.paceline_kernels
+    name = loaded.paceline_instructions
     name.restype = ctypes.c_char_p
     return name().decode()
+
+
+def use_instructions(name: str) -> bool:
+    """Takes another set (avx512_bf16, avx512, avx2, plain), for tests. Whether this processor has it."""
+    loaded = library()
+    assert loaded is not None
+    return bool(loaded.paceline_use_instructions(name.encode()))
 
 
 @cache

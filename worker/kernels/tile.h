@@ -32,6 +32,8 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+INLINE float greatest(float a, float b) { return a > b ? a : b; }
+
 template <int... j>
 INLINE I count_up(std::integer_sequence<int, j...>) {
     return I{j...};
@@ -68,6 +70,11 @@ struct Attend {
         values = keys + call.head_dim * KEYS;
         queries = values + padded * KEYS;
         zeros = reinterpret_cast<Element *>(queries + greatest(MOST_ROWS, group) * call.head_dim);
+    }
+
+    // Of the tile.
+    INLINE int64_t first_token() const {
+        return call.rows->first_tokens[tile.row] + tile.first_position - call.rows->starts[tile.row];
     }
 
     static INLINE I get_units(const Element *from, int64_t unit, int64_t units) {
@@ -184,7 +191,7 @@ struct Attend {
     template <int R>
     void look(int64_t row, int64_t block, int64_t vectors, const State &state) {
         alignas(64) float scores[R][KEYS];
-        alignas(64) Element16 weights[R][KEYS];
+        alignas(64) int32_t weights[R][KEYS / PER_UNIT];
         float factors[R];
         const int32_t *q = queries + row * units;
         wide_product<R>(q, units, keys, KEYS, units, scores[0], KEYS, nullptr, vectors);
@@ -205,27 +212,23 @@ struct Attend {
                 most = max(most, s);
             }
             float *sums = state.sums + (row + r) * LANES, *mosts = state.most + row + r;
-            const float before = *mosts, after = greatest_of(before, max_of_all(most)[0]);
+            const float before = *mosts, after = greatest(before, max_of_all(most)[0]);
             factors[r] = before == after ? 1.0f : exp2(splat(before - after))[0];
             F sum = load<F>(sums) * factors[r];
             for (int64_t v = 0; v < vectors; v++) {
                 const F weight = exp2(load<F>(scores[r] + v * W) - after);
                 sum += weight;
                 if constexpr (PAIRS)
-                    BFloat16::put(weights[r] + v * W, weight);
+                    store(weights[r] + v * W / 2, narrow(to_bf16(weight)));
                 else
                     store(weights[r] + v * W, weight);
             }
             store(sums, sum);
             *mosts = after;
         }
-        wide_product<R>(reinterpret_cast<const int32_t *>(weights[0]), KEYS / PER_UNIT, values, padded,
+        wide_product<R>(weights[0], KEYS / PER_UNIT, values, padded,
                         vectors * W / PER_UNIT, state.out + row * padded, padded, factors, padded / W);
     }
-
-    using Element16 = std::conditional_t<PAIRS, uint16_t, float>;
-
-    static INLINE float greatest_of(float a, float b) { return a > b ? a : b; }
 
     template <int R = STRIP>
     void look_some(int64_t num, int64_t row, int64_t block, int64_t vectors, const State &state) {
@@ -236,10 +239,9 @@ struct Attend {
 
     void run(const State &state) {
         const int64_t num_rows = tile.num_positions * group;
-        const int64_t first_token = call.rows->first_tokens[tile.row] + tile.first_position - call.rows->starts[tile.row];
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t head = tile.kv_head * group + row % group;
-            const Element *q = static_cast<const Element *>(call.q) + (first_token + row / group) * call.q_stride +
+            const Element *q = static_cast<const Element *>(call.q) + (first_token() + row / group) * call.q_stride +
                                head * call.head_dim;
             for (int64_t unit = 0; unit < units; unit += W)
                 store(queries + row * units + unit, get_units(q, unit, units), units - unit);
@@ -272,17 +274,16 @@ struct Attend {
 
     void finish(const State *pieces, int64_t num_pieces) const {
         const int64_t num_rows = tile.num_positions * group;
-        const int64_t first_token = call.rows->first_tokens[tile.row] + tile.first_position - call.rows->starts[tile.row];
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t head = tile.kv_head * group + row % group;
             const float sink = call.sinks ? call.sinks[head] * LOG2E : UNSEEN;
             float most = sink;
-            for (int64_t i = 0; i < num_pieces; i++) most = greatest_of(most, pieces[i].most[row]);
+            for (int64_t i = 0; i < num_pieces; i++) most = greatest(most, pieces[i].most[row]);
             float total = call.sinks ? exp2(splat(sink - most))[0] : 0.0f;
             for (int64_t i = 0; i < num_pieces; i++)
                 total += sum_of_all(load<F>(pieces[i].sums + row * LANES))[0] * exp2(splat(pieces[i].most[row] - most))[0];
             Element *to = static_cast<Element *>(call.out) +
-                          ((first_token + row / group) * call.num_heads + head) * call.head_dim;
+                          ((first_token() + row / group) * call.num_heads + head) * call.head_dim;
             for (int64_t unit = 0; unit < units; unit += W) {
                 F sums[PER_UNIT] = {};
                 for (int64_t i = 0; i < num_pieces; i++) {

@@ -159,10 +159,11 @@ INLINE void transpose_quarter(const Element *const *rows, int64_t at, I *columns
 }
 #endif
 
-// 2^x; 0 below -126. Taylor's terms over half a unit: within 2 of 2^-24 of the result.
+// 2^x; 0 far below -126, and what is no number stays so. Taylor's terms over half a unit: within 2 of 2^-24 of the result.
 INLINE F exp2(F x) {
     const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const F shifted = x + magic, part = x - (shifted - magic);
+    x = splat(-200.0f) > x ? splat(-200.0f) : x;
+    const F shifted = x + magic, whole = shifted - magic, part = x - whole;
     F p = splat(1.5403530393381609e-4f);
     p = fma(p, part, splat(1.3333558146428443e-3f));
     p = fma(p, part, splat(9.618129107628477e-3f));
@@ -170,8 +171,12 @@ INLINE F exp2(F x) {
     p = fma(p, part, splat(2.402265069591007e-1f));
     p = fma(p, part, splat(6.931471805599453e-1f));
     p = fma(p, part, splat(1.0f));
+#if W == 16
+    return (F)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     const F scaled = (F)((I)p + (((I)shifted - (I)magic) << 23));
-    return x < -126.0f ? F{} : scaled;
+    return x >= -126.0f ? scaled : p * 0.0f;  // p: within a unit of 1, or no number
+#endif
 }
 
 constexpr float LOG2E = 1.4426950408889634f;

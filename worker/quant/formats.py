@@ -1,11 +1,11 @@
 """Formats of weights narrower than the model's: what `--quantization` may name, and how a weight becomes one.
 
-A weight [out, in] becomes integers of 4 or 8 bits, with a scale and maybe a minimum for each group of an output's inputs,
-as ggml's files have them too. Numbers only: how they are multiplied is product.py's.
+A weight [out, in] becomes integers of 4 or 8 bits, with a scale and maybe a minimum for each group of an output's
+inputs, as ggml's files have them too. Numbers only: how they are multiplied is product.py's.
 
     int8   8 bits, a scale and a minimum per group of 32, which holds what 4 bits held; inputs at 16 bits, which is more
            than bfloat16 has
-    w8a8   8 bits, a scale per group of 64; inputs at 8 bits, with a scale for each group of a row's inputs
+    w8a8   the same weights; inputs at 8 bits, with a scale for each group of a row's inputs
     int4   4 bits, a scale and a minimum per group of 32, as Q4_1; inputs as for int8
     gguf   as the file: Q4_0, Q4_1 and Q8_0 keep their integers, others become int8
 """
@@ -22,7 +22,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowWeight:
-    """``values``: uint8 [out, in], below 2 ** bits. ``scales``, ``minimums``: fp16 [out, groups]; no minimums where ``format.zero`` stands for 0. In `BF16` the values are the weights."""
+    """``values``: uint8 [out, in], below 2 ** bits. ``scales``, ``minimums``: fp16 [out, groups]; no minimums where
+    ``format.zero`` stands for 0. In `BF16` the values are the weights."""
 
     format: "Format"
     values: torch.Tensor
@@ -43,8 +44,8 @@ class NarrowWeight:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``bits`` of a weight. ``group``: inputs that share a scale. ``input_bits``: of what is multiplied by it, 16 with a
-    scale per row, or 8 with one per group."""
+    """``bits`` of a weight. ``group``: inputs that share a scale. ``input_bits``: of what is multiplied by it, 16 with
+    a scale per row, or 8 with one per group."""
 
     bits: int
     group: int
@@ -90,7 +91,7 @@ KEPT = {
 }
 FORMATS = {
     "int8": Format(8, group=32, has_minimum=True),
-    "w8a8": Format(8, group=64, input_bits=8),
+    "w8a8": Format(8, group=32, has_minimum=True, input_bits=8),
     "int4": KEPT["Q4_1"],
 }
 NAMES = (*FORMATS, "gguf")
@@ -108,7 +109,7 @@ def find(name: str, kinds: Iterable[str] = ()) -> Format:
 
 
 def _integers(groups: torch.Tensor, scales: torch.Tensor, zero: int, largest: int) -> torch.Tensor:
-    """[out, groups, group] in units of scales [out, groups], as uint8 [out, in]. A group of equal values has no scale."""
+    """[out, groups, group] in units of scales [out, groups]: uint8 [out, in]. A group of equal values has no scale."""
     divisor = torch.where(scales == 0, 1.0, scales.float()).unsqueeze(2)
     values = (groups / divisor).round_().add_(zero).clamp_(0, largest)
     return values.to(torch.uint8).view(len(groups), -1)

@@ -6,7 +6,7 @@ weight is made plain once, in the dtype that is computed in, and gives the same 
 """
 
 import ctypes
-import logging
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -17,7 +17,7 @@ from paceline.worker.quant.formats import BF16, Format, NarrowWeight
 PANEL = 32  # outputs that lie together
 QUAD_BYTES = 4  # of an output's inputs, that lie together
 
-log = logging.getLogger("paceline.worker")
+Run = Callable[..., None]  # paceline_linear
 
 
 class _Weight(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Weight(ctypes.Structure):
 class KernelProduct:
     """Holds the weight in panels, and no other copy of it."""
 
-    def __init__(self, weight: NarrowWeight, bias: torch.Tensor | None, run: ctypes._CFuncPtr, num_threads: int):
+    def __init__(self, weight: NarrowWeight, bias: torch.Tensor | None, run: Run, num_threads: int):
         format = weight.format
         self.out_size, in_size = weight.values.shape
         self.is_bf16 = format is BF16
@@ -142,7 +142,7 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cpu" and why_no_kernel() is None
 
 
-def _kernel() -> ctypes._CFuncPtr | None:
+def _kernel() -> Run | None:
     library = native.library()
     if library is None or why_no_kernel() is not None:
         return None
