@@ -6,9 +6,8 @@ Used at small counts by tests/bench and at full counts by the prover.
 import random
 import statistics
 import time
-from collections.abc import Callable
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.cluster.engine.scheduler import Scheduler
