@@ -1,8 +1,8 @@
 """A replica or a controller as a process of its own, from start to signal; and an engine in a process that has other
 things to do. The command line runs these.
 
-A replica and a controller return the exit status. The first SIGTERM or SIGINT asks: a replica drains, a controller leaves its replicas to the
-next one. A second one ends the process at once.
+A replica and a controller return the exit status. The first SIGTERM or SIGINT asks: a replica drains, a controller
+leaves its replicas to the next one. A second one ends the process at once.
 """
 
 import asyncio

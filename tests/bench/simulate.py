@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.cluster.engine.scheduler import Scheduler
@@ -152,7 +152,9 @@ def reserve(*, num_blocks: int, steps: int, warm_up: int, cap: int = 2048, seed:
 # -- the scheduler's own cost ------------------------------------------------------------------------------------------
 
 
-def decode_cost(num_seqs: int, steps: int, *, evict: bool = True) -> float:
+def decode_cost(
+    num_seqs: int, steps: int, *, evict: bool = True, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Median seconds of schedule + commit with ``num_seqs`` sequences that all decode.
 
     Between the calls 64 MiB are copied, as a model's step in between would evict the scheduler's data from the caches.
@@ -167,16 +169,16 @@ def decode_cost(num_seqs: int, steps: int, *, evict: bool = True) -> float:
     while len(costs) < steps:
         if evict:
             target[:] = source
-        started = time.perf_counter()
+        started = clock()
         plan = scheduler.schedule(0.0)
-        cost = time.perf_counter() - started
+        cost = clock() - started
         assert plan is not None
         result = result_of(plan)
         if evict:
             target[:] = source
-        started = time.perf_counter()
+        started = clock()
         scheduler.commit(result, 0.0)
-        cost += time.perf_counter() - started
+        cost += clock() - started
         if len(plan.chunk_slots) == plan.num_tokens == num_seqs:
             costs.append(cost)
     return statistics.median(costs)

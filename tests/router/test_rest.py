@@ -330,23 +330,18 @@ async def test_live_answers_while_a_large_prompt_is_tokenized(router):
 
 
 async def test_a_hundred_thousand_tokens_and_a_scrape_do_not_hold_up_health(router):
-    """Parsed and tokenized off the loop: the answer to a probe waits for neither."""
+    """Parsed and tokenized off the loop: while that lasts, one probe after another is answered."""
     card = tiny_card(max_model_len=200_000)
-    slowest, took = {}, {}
     async with FakeReplica(card=card, stall_at=0) as fake, router(fake.address, max_body_bytes=32 << 20) as http:
-        for name, prompt in (("text", "hello world " * 60_000), ("ids", [5] * 100_000)):
-            big = asyncio.create_task(http.post("/v1/completions", json={"prompt": prompt}))
-            slowest[name], at, asked = 0.0, len(fake.submissions), time.perf_counter()
-            while len(fake.submissions) == at:
-                began = time.perf_counter()
-                assert (await http.get("/health/live")).status_code == 200
-                slowest[name] = max(slowest[name], time.perf_counter() - began)
-                await http.get("/metrics")
-            took[name] = time.perf_counter() - asked
-            assert len(fake.submissions[-1].prompt_ids) >= 100_000
-            big.cancel()
-    print(slowest, took)
-    assert max(slowest.values()) < 0.5 * took["text"]
+        body = {"prompt": "hello world " * 60_000}
+        big, num_probes = asyncio.create_task(http.post("/v1/completions", json=body)), 0
+        while not fake.submissions:
+            assert (await http.get("/health/live")).status_code == 200
+            num_probes += 1
+            await http.get("/metrics")
+        assert len(fake.submissions[-1].prompt_ids) >= 100_000
+        assert num_probes >= 5
+        big.cancel()
 
 
 async def test_text_as_ids_gives_the_same_as_text(router):
