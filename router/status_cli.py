@@ -91,7 +91,7 @@ class Status:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 replica_id = sample.labels.get("replica_id")
-                if replica_id is None:
+                if not replica_id:  # of the router, or of the command that started all
                     continue
                 row = rows.setdefault(replica_id, Row(replica_id))
                 name = sample.name.removeprefix(PREFIX)

@@ -44,7 +44,7 @@ def starters(ours: Iterable[str], peers: Iterable[str], flags: list[str], folder
     mine = [
         partial(start_paceline, name, [*format, *flags], folder) for name, format in zip(ours, formats, strict=True)
     ]
-    return [*mine, *(start for peer in peers for start in known.get(peer, []))]
+    return [*mine, *(start for peer in peers for start in known.get(peer, []))]  # OpenVINO has no server
 
 
 class Session:
@@ -179,7 +179,7 @@ def main() -> None:
                 try:
                     servers.append(start())
                     servers[-1].pause()
-                except NotHere as reason:
+                except (NotHere, RuntimeError, subprocess.TimeoutExpired) as reason:
                     session.miss(str(reason))
             session.about(servers)
             session.measure_metal(servers, args.rounds)
