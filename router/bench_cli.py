@@ -23,39 +23,46 @@ DEFAULT_VOCAB_SIZE = 32_000  # nearly every model has as many ids
 RATE, STREAMS = "requests a second", "streams"
 
 
+def check(config: BenchConfig) -> None:
+    """Before a model is loaded. Raises StartupError for what cannot be done."""
+    if config.slo:
+        parse_slo(config.slo)
+    if config.plot:
+        require_matplotlib()
+
+
 class Bench:
     """``run`` returns the exit status: 1 where a request failed or an answer was short, or nothing met the limits.
 
-    Raises StartupError for what cannot be done, before anything is measured.
+    ``model`` is its name, for the table. ``vocab_size``: of the model, where it is known; the config's goes first.
     """
 
-    def __init__(self, config: BenchConfig, console: Console):
+    def __init__(
+        self, config: BenchConfig, console: Console, target: Target, model: str, vocab_size: int | None = None
+    ):
         self._config = config
         self._console = console
+        self._target = target
+        self._model = model
+        self._vocab_size = config.vocab_size or vocab_size or DEFAULT_VOCAB_SIZE
         self._slo = parse_slo(config.slo) if config.slo else None
         self._numbers = itertools.count(1)  # of runs: each has its own prompts
         self._probes: list[tuple[str, float, Figures]] = []
-        if config.plot:
-            require_matplotlib()
 
-    async def run(self, target: Target, model: str, vocab_size: int | None = None) -> int:
-        """``vocab_size``: of the model, where it is known; the config's goes first."""
-        self._vocab_size = self._config.vocab_size or vocab_size or DEFAULT_VOCAB_SIZE
-        self._model = model
+    async def run(self) -> int:
+        config = self._config
         try:
-            await warm_up(target, self._config.workload, self._config.num_warmups, self._config.seed, self._vocab_size)
-            if self._slo is None:
-                return await self._measure(target)
-            return await self._search(target, self._slo)
+            await warm_up(self._target, config.workload, config.num_warmups, config.seed, self._vocab_size)
+            return await (self._measure() if self._slo is None else self._search(self._slo))
         finally:
-            await target.close()
+            await self._target.close()
 
-    async def _measure(self, target: Target) -> int:
+    async def _measure(self) -> int:
         config = self._config
         if config.rate is None:
-            figures, records = await self._closed(target, config.concurrency)
+            figures, records = await self._closed(config.concurrency)
         else:
-            figures, records = await self._open(target, config.rate)
+            figures, records = await self._open(config.rate)
         self._console.print(self._table(figures))
         if told := next((record.error or "no token came" for record in records if record.failed), None):
             self._console.print(f"first error: {told}", markup=False, soft_wrap=True)
@@ -64,15 +71,15 @@ class Bench:
             plot_run(config.plot, self._title(), records)
         return 0 if figures.is_whole else 1
 
-    async def _search(self, target: Target, slo: Slo) -> int:
+    async def _search(self, slo: Slo) -> int:
         config = self._config
 
         async def rate_meets(rate: float) -> bool:
-            figures, _ = await self._open(target, rate)
+            figures, _ = await self._open(rate)
             return self._judge(slo, RATE, rate, figures)
 
         async def streams_meet(count: int) -> bool:
-            figures, _ = await self._closed(target, count)
+            figures, _ = await self._closed(count)
             return self._judge(slo, STREAMS, count, figures)
 
         streams = await most_streams(streams_meet, limit=config.num_requests)
@@ -99,12 +106,12 @@ class Bench:
         self._console.print(f"{amount:.3g} {kind}: p99 {tails}: {'met' if met else 'not met'}")
         return met
 
-    async def _closed(self, target: Target, concurrency: int) -> tuple[Figures, list[Record]]:
-        records, seconds = await closed_loop(target, self._jobs(), concurrency)
+    async def _closed(self, concurrency: int) -> tuple[Figures, list[Record]]:
+        records, seconds = await closed_loop(self._target, self._jobs(), concurrency)
         return figures_of(records, seconds), records
 
-    async def _open(self, target: Target, rate: float) -> tuple[Figures, list[Record]]:
-        records, seconds = await open_loop(target, self._jobs(), rate, self._config.seed)
+    async def _open(self, rate: float) -> tuple[Figures, list[Record]]:
+        records, seconds = await open_loop(self._target, self._jobs(), rate, self._config.seed)
         return figures_of(records, seconds), records
 
     def _jobs(self) -> list[Any]:

@@ -195,16 +195,17 @@ def bench(flags: Values, config: Path | None) -> None:
     The exit status is 1 if a request failed or an answer was short.
     """
     with _one_sentence():
-        from paceline.router.bench_cli import Bench
+        from paceline.router.bench_cli import check
 
         values = _begin("bench", flags, config)
         bench_config = settings.make("bench", values)
-        running = Bench(bench_config, Console(highlight=False))
+        check(bench_config)
+        out = Console(highlight=False)
         if bench_config.engine:
-            process.run(process.bench_engine(running, _replica_config(values)))
+            process.run(process.bench_engine(bench_config, out, _replica_config(values)))
         else:
             key = _secret("key_file", values["key_file"]) or os.environ.get("PACELINE_API_KEY")
-            process.run(process.bench_server(running, bench_config.url, values["served_model_name"], key))
+            process.run(process.bench_server(bench_config, out, values["served_model_name"], key))
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

@@ -97,26 +97,28 @@ async def route(config: Any, model_name: str | None = None, start_seconds: Mappi
     return 0
 
 
-async def bench_server(running: Any, url: str, model: str | None, api_key: str | None) -> int:
-    """``running``: a Bench of bench_cli.py. Raises StartupError where no server answers."""
+async def bench_server(config: Any, console: Console, model: str | None, api_key: str | None) -> int:
+    """``config``: of bench/config.py; ``model`` None: the first that the server tells. Raises StartupError."""
     from paceline.router.bench.server import ServerTarget
+    from paceline.router.bench_cli import Bench
     from paceline.router.client import Client, Refused
 
-    client = Client(url, api_key=api_key)
+    client = Client(config.url, api_key=api_key)
     try:
         model = model or client.json("/v1/models")["data"][0]["id"]
     except Refused as refused:
         raise StartupError(f"{client.url}: {refused}") from refused
-    return await running.run(ServerTarget(url, model, api_key), model)
+    return await Bench(config, console, ServerTarget(config.url, model, api_key), model).run()
 
 
-async def bench_engine(running: Any, config: Any) -> int:
-    """``config``: of a replica, whose engine runs here on a thread of its own. Raises StartupError."""
+async def bench_engine(config: Any, console: Console, replica_config: Any) -> int:
+    """The engine of ``replica_config`` runs here, on a thread of its own. Raises StartupError."""
     from paceline.cluster.run import hosting
     from paceline.router.bench.engine import EngineTarget
+    from paceline.router.bench_cli import Bench
 
-    async with hosting(config) as (host, card):
-        return await running.run(EngineTarget(host, card), card.name, card.vocab_size)
+    async with hosting(replica_config) as (host, card):
+        return await Bench(config, console, EngineTarget(host, card), card.name, card.vocab_size).run()
 
 
 def _told() -> tuple[asyncio.Event, asyncio.Event]:

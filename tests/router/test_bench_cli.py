@@ -17,7 +17,7 @@ from paceline.router.bench.figures import Record, figures_of
 from paceline.router.bench.goodput import highest_rate, most_streams, parse_slo
 from paceline.router.bench.server import ServerTarget
 from paceline.router.bench.workloads import WORKLOADS, Job, draw
-from paceline.router.bench_cli import Bench
+from paceline.router.bench_cli import Bench, check
 from tests.fakes import FakeReplica
 from tests.models import tiny_llama_folder
 from tests.router.conftest import running_router
@@ -171,12 +171,12 @@ async def test_the_most_streams_are_found_exactly(capacity):
 async def test_a_search_tells_each_probe_and_status_1_where_nothing_meets(tmp_path):
     path = tmp_path / "found.json"
     config = BenchConfig(num_requests=4, workload="skewed", slo="ttft=10s", json=str(path))
-    assert await Bench(config, Console(quiet=True)).run(FakeTarget(), "m") == 0
+    assert await Bench(config, Console(quiet=True), FakeTarget(), "m").run() == 0
     goodput = json.loads(path.read_text())["goodput"]
     assert (goodput["requests_per_s"], goodput["streams"]) == (4, 4)
     assert [probe["amount"] for probe in goodput["probes"] if probe["load"] == "streams"] == [1, 2, 4]
     assert all(probe["meets"] and probe["figures"]["requests"] == 4 for probe in goodput["probes"])
-    assert await Bench(config, Console(quiet=True)).run(FakeTarget(error="503"), "m") == 1
+    assert await Bench(config, Console(quiet=True), FakeTarget(error="503"), "m").run() == 1
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ async def test_a_server_is_asked_over_connections_that_are_used_again(tmp_path):
         FakeReplica(text="one two three four five six " * 20) as replica,
         running_router(replica.address) as client,
     ):
-        assert await Bench(config, Console(quiet=True)).run(ServerTarget(str(client.base_url), "tiny"), "tiny") == 0
+        assert await Bench(config, Console(quiet=True), ServerTarget(str(client.base_url), "tiny"), "tiny").run() == 0
     found = json.loads(path.read_text())
     figures = found["figures"]
     assert (figures["requests"], figures["failed"], figures["short"]) == (9, 0, 0)
@@ -207,12 +207,12 @@ async def test_refusals_and_short_answers_are_counted_told_and_make_the_status_1
     config = BenchConfig(workload="skewed", num_requests=3, concurrency=3, vocab_size=300, num_warmups=0)
     console = Console(record=True, width=100, file=io.StringIO())
     async with FakeReplica() as replica, running_router(replica.address) as client:
-        assert await Bench(config, console).run(ServerTarget(str(client.base_url), "another"), "another") == 1
+        assert await Bench(config, console, ServerTarget(str(client.base_url), "another"), "another").run() == 1
     told = console.export_text()
     assert "3 failed, 0 short" in told
     assert "404" in told
     async with raw_server("length") as url:
-        assert await Bench(config, console).run(ServerTarget(url, "m"), "m") == 1
+        assert await Bench(config, console, ServerTarget(url, "m"), "m").run() == 1
     assert "0 failed, 3 short" in console.export_text()
 
 
@@ -287,12 +287,12 @@ def test_an_engine_is_measured_in_process(tmp_path):
 def test_a_plot_without_matplotlib_names_the_extra_before_anything_runs(monkeypatch):
     monkeypatch.setattr("paceline.router.bench.plot.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"paceline\[bench\]"):
-        Bench(BenchConfig(plot="run.png"), Console(quiet=True))
+        check(BenchConfig(plot="run.png"))
 
 
 @pytest.mark.parametrize("slo", [None, "ttft=1s,itl=100ms"])
 async def test_a_plot_is_a_png(tmp_path, slo):
     path = tmp_path / "run.png"
     config = BenchConfig(workload="skewed", num_requests=4, plot=str(path), slo=slo)
-    await Bench(config, Console(quiet=True)).run(FakeTarget(), "m")
+    await Bench(config, Console(quiet=True), FakeTarget(), "m").run()
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -128,7 +128,7 @@ struct Attend {
     }
 
     // Where the keys and values of positions [block, block + KEYS) lie; zeros for those outside of the tile's piece. They
-    // are asked for now, a round before they are packed.
+    // are fetched into the second cache now, a round before they are packed.
     void find(int64_t block) {
         const PacelineRows &rows = *call.rows;
         const int64_t first = greatest(block, tile.first_key), end = least(block + KEYS, tile.end_key);
@@ -145,8 +145,8 @@ struct Attend {
                 of_keys[position - block] = key;
                 of_values[position - block] = value;
                 for (int64_t line = 0; line < bytes; line += 64) {
-                    __builtin_prefetch(reinterpret_cast<const char *>(key) + line);
-                    __builtin_prefetch(reinterpret_cast<const char *>(value) + line);
+                    __builtin_prefetch(reinterpret_cast<const char *>(key) + line, 0, 2);
+                    __builtin_prefetch(reinterpret_cast<const char *>(value) + line, 0, 2);
                 }
             }
         }
