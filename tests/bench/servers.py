@@ -68,7 +68,9 @@ _HEALTH = {"paceline": "/health/ready", "vllm": "/health", "llamacpp": "/health"
 def start_paceline(setting: str, flags: list[str], folder: Path) -> Running:
     common = ["--model", str(MODEL), "--served-model-name", NAME, "--max-model-len", "4096", "--num-kv-blocks", "4096"]
     began = paceline.start(folder / f"paceline-{setting}.log", *common, *flags)
-    return Running("paceline", setting, began.url, began.process.pid, began.ready_seconds, lambda: _end(began.process))
+    return Running(
+        "paceline", setting, began.url, began.process.pid, began.ready_seconds, lambda: paceline.end(began.process)
+    )
 
 
 def start_vllm(setting: str, cores: str) -> Running:
@@ -99,15 +101,6 @@ def _by_script(name: str, setting: str, script: str, flags: list[str], env: Mapp
         raise RuntimeError(f"{name} did not come up: {done.stderr[-2000:]}")
     pid, seconds = int(done.stdout.split()[-1]), time.monotonic() - began
     return Running(name, setting, f"http://127.0.0.1:{port}", pid, seconds, lambda: _end_group(pid))
-
-
-def _end(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _end_group(pid: int) -> None:

@@ -68,7 +68,7 @@ def start(log: Path, *flags: str, env: dict[str, str] | None = None, timeout: fl
             server.ready_seconds = time.monotonic() - began
             return server
         time.sleep(0.1)
-    _end(process)
+    end(process)
     raise RuntimeError(f"paceline serve did not come up:\n{log.read_text()[-3000:]}")
 
 
@@ -78,10 +78,10 @@ def serving(log: Path, *flags: str, **options) -> Iterator[Server]:
     try:
         yield server
     finally:
-        _end(server.process)
+        end(server.process)
 
 
-def run_to_its_end(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_to_itsend(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     command: Sequence[str] = [PACELINE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | {"COLUMNS": "120"})
 
@@ -95,7 +95,8 @@ def _ready(url: str) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen) -> None:
+    """By the signal of a terminal, or, if that takes too long, by force."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
