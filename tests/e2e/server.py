@@ -81,7 +81,7 @@ def serving(log: Path, *flags: str, **options) -> Iterator[Server]:
         end(server.process)
 
 
-def run_to_itsend(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run_to_its_end(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     command: Sequence[str] = [PACELINE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | {"COLUMNS": "120"})
 
