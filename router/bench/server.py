@@ -8,6 +8,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -113,8 +114,7 @@ class _Connection(asyncio.Protocol):
     # -- of asyncio ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not derive from asyncio's
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()

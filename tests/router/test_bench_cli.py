@@ -203,6 +203,15 @@ async def test_a_server_is_asked_over_connections_that_are_used_again(tmp_path):
     assert all(request.params.ignore_eos and not request.params.temperature for request in replica.submissions)
 
 
+async def test_the_command_measures_a_server_that_runs():
+    async with FakeReplica(text="one two three four " * 20) as replica, running_router(replica.address) as client:
+        flags = ["--workload", "skewed", "--num-requests", "9", "--concurrency", "3", "--vocab-size", "300"]
+        done = await asyncio.to_thread(run, "bench", "--url", str(client.base_url), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 requests" in done.stdout
+    assert "0 failed, 0 short" in done.stdout
+
+
 async def test_refusals_and_short_answers_are_counted_told_and_make_the_status_1():
     config = BenchConfig(workload="skewed", num_requests=3, concurrency=3, vocab_size=300, num_warmups=0)
     console = Console(record=True, width=100, file=io.StringIO())
