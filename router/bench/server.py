@@ -52,8 +52,7 @@ class ServerTarget:
         record = Record(len(job.prompt_ids), job.num_wanted, time.perf_counter())
         try:
             async with asyncio.timeout(TIMEOUT):
-                connection = await self._connection()
-                await connection.send(b"%b%d\r\n\r\n%b" % (self._head, len(body), body), record)
+                connection = await self._send(b"%b%d\r\n\r\n%b" % (self._head, len(body), body), record)
         except TimeoutError:
             record.error = f"no end within {TIMEOUT:.0f} s"
         except OSError as error:
@@ -70,13 +69,20 @@ class ServerTarget:
         while self._idle:
             self._idle.popleft().close()
 
-    async def _connection(self) -> "_Connection":
+    async def _send(self, request: bytes, record: Record) -> "_Connection":
+        """The connection that the whole answer came by."""
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
-                return connection
+                try:
+                    await connection.send(request, record)
+                    return connection
+                except ConnectionError:  # a server may close an idle one just as it is used again
+                    if record.arrivals:
+                        raise
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        await connection.send(request, record)
         return connection
 
 

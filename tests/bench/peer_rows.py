@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import uvloop
 
 from paceline.router.bench.drive import closed_loop, open_loop, warm_up
-from paceline.router.bench.figures import Figures, figures_of
+from paceline.router.bench.figures import Record, figures_of
 from paceline.router.bench.goodput import highest_rate, parse_slo
 from paceline.router.bench.server import ServerTarget
 from paceline.router.bench.workloads import draw
@@ -28,9 +28,11 @@ class Row:
     figures: tuple[tuple[str, str, bool], ...]
 
     def measure(self, server: Running, number: int) -> Values:
-        figures = uvloop.run(self._run(server, f"{self.name}/{number}"))
+        records, seconds = uvloop.run(self._run(server, f"{self.name}/{number}"))
+        figures = figures_of(records, seconds)
         if not figures.is_whole:
-            raise RuntimeError(f"{self.name} on {server.name}: {figures.failed} failed, {figures.short} short")
+            told = next((record.error for record in records if record.error), "short answers")
+            raise RuntimeError(f"{self.name} on {server.name}: {figures.failed} failed, {figures.short} short: {told}")
         known = {
             "output": figures.output_tokens_per_s,
             "total": figures.total_tokens_per_s,
@@ -40,14 +42,14 @@ class Row:
         }
         return {name: known[name] for name, _, _ in self.figures}
 
-    async def _run(self, server: Running, seed: str) -> Figures:
+    async def _run(self, server: Running, seed: str) -> tuple[list[Record], float]:
         target = ServerTarget(server.url, NAME)
         await warm_up(target, self.workload, 2, seed, VOCAB_SIZE)
         records, seconds = await closed_loop(
             target, draw(self.workload, self.num_requests, seed, VOCAB_SIZE), self.concurrency
         )
         await target.close()
-        return figures_of(records, seconds)
+        return records, seconds
 
 
 class Goodput(Row):

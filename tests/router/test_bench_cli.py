@@ -234,9 +234,9 @@ async def test_a_stream_that_breaks_is_a_failure_and_the_run_goes_on():
 
 
 @asynccontextmanager
-async def raw_server(framing: str):
+async def raw_server(framing: str, closes_unsaid: bool = False):
     """Its URL. It answers with one chunk of text and a usage of two ids, in one of the ways in which HTTP ends a body,
-    cut anywhere."""
+    cut anywhere. ``closes_unsaid``: after its answer, but only once the next request is there."""
     events = ['{"choices": [{"text": "a"}]}', '{"choices": [], "usage": {"completion_tokens": 2}}', "[DONE]"]
     text = "".join(f"data: {event}\r\n\r\n" for event in events).encode()
     head, body = {
@@ -255,6 +255,8 @@ async def raw_server(framing: str):
             raw = raw[size:]
             await writer.drain()
             await asyncio.sleep(0)
+        if closes_unsaid:
+            await reader.readuntil(b"}}")
         if framing != "chunked":
             writer.close()
 
@@ -270,6 +272,14 @@ async def test_answers_of_other_servers_are_read_in_any_framing_and_in_pieces(fr
         await target.close()
     assert record.error is None
     assert (len(record.arrivals), record.num_ids) == (1, 2)
+
+
+async def test_an_idle_connection_that_the_server_closes_as_it_is_used_again_is_no_failure():
+    async with raw_server("length", closes_unsaid=True) as url:
+        target = ServerTarget(url, "m")
+        records = [await target.ask(Job([1], 2)) for _ in range(3)]
+        await target.close()
+    assert [record.error for record in records] == [None] * 3
 
 
 def test_a_server_that_is_not_there_is_one_sentence():
