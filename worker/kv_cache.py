@@ -5,22 +5,21 @@ will read. Which block belongs to whom, and to which group of layers, is the pla
 every pair of tensors, and the layers of any group find room in it (kv_groups.py).
 """
 
-import math
+from functools import partial
 
-import numpy as np
 import torch
 
 from paceline.proto.step import StepPlan
+from paceline.worker import host_memory
 from paceline.worker.kv_groups import kv_groups, locate, num_pairs
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.shards import Shard
 from paceline.worker.table import column
 
-ALIGNMENT = 4096  # bytes; a page
-
 
 class KVCache:
-    """Of this rank's layers and heads. keys[pair], values[pair]: [num_blocks + 1, block_size, num_kv_heads, dim].
+    """Of this rank's layers and heads. keys[pair], values[pair]: [num_blocks + 1, block_size, num_kv_heads, dim], of which
+    the first dimension is true: how a block lies inside is the attention backend's affair.
 
     locations: by layer of this stage, from its first on, group and pair. windows: of each group that has layers here.
     """
@@ -40,8 +39,11 @@ class KVCache:
         self.locations = locate(groups, shard.layers.start, shard.layers.stop)
         self.windows = {group: groups[group].window for group in sorted({group for group, _ in self.locations})}
         # Zeros, not what memory held: masked entries still take part in products, where 0 * nan would be nan.
-        self.keys = [zeros(shape, dtype, device) for _ in range(num_pairs(self.locations))]
-        self.values = [zeros(shape, dtype, device) for _ in range(num_pairs(self.locations))]
+        make = partial(host_memory.zeros, shape, dtype)
+        if device.type != "cpu":
+            make = partial(torch.zeros, shape, dtype=dtype, device=device)
+        self.keys = [make() for _ in range(num_pairs(self.locations))]
+        self.values = [make() for _ in range(num_pairs(self.locations))]
 
     @property
     def num_blocks(self) -> int:
@@ -56,15 +58,6 @@ class KVCache:
         dsts = torch.from_numpy(column(plan.copy_dsts)).to(device)
         for cache in (*self.keys, *self.values):
             cache.index_copy_(0, dsts, cache.index_select(0, srcs))
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a host, memory that the system zeroes when it is first touched: writing 4 GiB of zeros took 8 s of a start."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + raw.nbytes - ALIGNMENT]).view(dtype).view(shape)
 
 
 def bytes_per_token(spec: ModelSpec, shard: Shard, dtype: torch.dtype) -> int:

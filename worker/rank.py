@@ -27,6 +27,7 @@ from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.dump import DumpHeader, write_dump
 from paceline.worker.grammar import Grammars
+from paceline.worker.graph import layers_of
 from paceline.worker.kv_cache import KVCache, bytes_per_token
 from paceline.worker.kv_groups import kv_groups
 from paceline.worker.loader import load_weights, narrow_layers, weight_bytes
@@ -207,7 +208,8 @@ class Rank:
             grammars = Grammars(self.card, torch.get_num_threads(), beside) if samples else None
         self.memory = Memory(held_bytes, block_bytes, num_blocks, paging, max_model_len)
         sampler = Sampler(self.card.vocab_size, self.card.eos_ids)
-        self.runner = Runner(model, cache, backend, sampler, table, self.groups, grammars)
+        layers = layers_of(model, config.max_num_batched_tokens, self.device, self.groups)
+        self.runner = Runner(model, layers, cache, backend, sampler, table, self.groups, grammars)
         with self._phase("warm-up"):
             self._warm_up()
 

@@ -11,6 +11,7 @@ With several stages drawn ids stay where they were drawn: the scheduler knows an
 a plan carries it to every rank. With one stage the next plan may be under way already and read ids from the table.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ SCORED_AT_ONCE = 64  # prompt ids: their logits would take a gigabyte for a chun
 @dataclass(frozen=True, slots=True)
 class Runner:
     model: CausalLM
+    layers: Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]  # the model's, as they are run here
     cache: KVCache
     backend: AttentionBackend
     sampler: Sampler
@@ -52,7 +54,7 @@ class Runner:
             return Outcome(batch)
         masks_of = None if self.grammars is None else self.grammars.start(batch)
         attn = StepAttention.of(self.backend, self.cache, batch)
-        hidden = self.model(self._stream(batch), batch.positions, attn)  # [tokens, hidden]
+        hidden = self.layers(self._stream(batch), batch.positions, attn)  # [tokens, hidden]
         if not self.groups.place.is_last_stage:
             self.groups.send(hidden)
             return Outcome(batch)

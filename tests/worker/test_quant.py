@@ -21,6 +21,7 @@ from paceline.worker.quant import product
 from paceline.worker.quant.formats import BF16, FORMATS, KEPT, NAMES, Format, NarrowWeight, find
 from paceline.worker.quant.product import KernelProduct, PlainProduct, product_bytes, product_of, why_no_kernel
 from tests.models import tiny_llama_folder, write_gguf
+from tests.worker.cores import num_threads
 from tests.worker.crew import gang_config
 from tests.worker.drive import Driver, rank_of
 
@@ -82,7 +83,8 @@ def test_the_kernel_agrees_with_the_plain_weight(name, outputs, groups, rows, th
     add = torch.randn(rows, outputs) if has_add else None
     if is_bf16:
         x = x.bfloat16()
-    found = KernelProduct(narrow, bias, product._kernel(), threads)(x, add, FP32)
+    with num_threads(threads):
+        found = KernelProduct(narrow, bias, product._kernel())(x, add, FP32)
     expected = PlainProduct(narrow, bias, FP32)(x, add, FP32)
     limit = NEAR[narrow.format.input_bits] * x.float().abs().amax() * narrow.plain().norm(dim=1).amax() + 1e-5
     assert (found - expected).abs().max() <= limit
@@ -93,12 +95,13 @@ def test_the_kernel_agrees_with_the_plain_weight(name, outputs, groups, rows, th
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(name):
     plain = weight(100, 192)
     narrow = NarrowWeight(BF16, plain.bfloat16()) if name == "bf16" else NARROW[name].narrow(plain)
-    run = product._kernel()
     x, add = torch.randn(250, 192).bfloat16(), torch.randn(250, 100)
-    together = KernelProduct(narrow, None, run, 2)(x, add)
-    alone = KernelProduct(narrow, None, run, 1)
-    for row in (0, 1, 100, 249):
-        assert torch.equal(alone(x[row : row + 1], add[row : row + 1]), together[row : row + 1])
+    multiply = KernelProduct(narrow, None, product._kernel())
+    with num_threads(3):
+        together = multiply(x, add)
+    with num_threads(1):
+        for row in (0, 1, 100, 249):
+            assert torch.equal(multiply(x[row : row + 1], add[row : row + 1]), together[row : row + 1])
 
 
 @needs_kernel

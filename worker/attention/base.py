@@ -40,7 +40,7 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,  # [tokens, num_heads, head_dim]
         k: torch.Tensor,  # [tokens, num_kv_heads, head_dim]
         v: torch.Tensor,  # [tokens, num_kv_heads, head_dim]
-        keys: torch.Tensor,  # [blocks, block_size, num_kv_heads, head_dim], this layer's
+        keys: torch.Tensor,  # [blocks, block_size, num_kv_heads, head_dim], this layer's; a block's inside is its own
         values: torch.Tensor,  # as keys
         metadata: Any,
         *,

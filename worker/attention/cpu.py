@@ -70,6 +70,7 @@ class CpuAttention:
         assert library is not None
         self._attend = library.paceline_attention
         self._attend.argtypes, self._attend.restype = (ctypes.POINTER(Call),), None
+        self._rows: dict[int, Rows] = {}  # by group, always in the same place: calls that were written down point at it
 
     def prepare(self, batch: Batch, block_size: int, group: int = 0, window: int = 0) -> Metadata:
         columns = [
@@ -79,7 +80,8 @@ class CpuAttention:
         write_to = batch.write_to[group].contiguous()
         num_rows, width = columns[0].shape
         pointers = [column.ctypes.data for column in columns]
-        rows = Rows(num_rows, batch.num_tokens, width, block_size, *pointers, write_to.data_ptr())
+        rows = self._rows.setdefault(group, Rows())
+        ctypes.pointer(rows)[0] = Rows(num_rows, batch.num_tokens, width, block_size, *pointers, write_to.data_ptr())
         return Metadata(rows, (*columns, write_to))
 
     def forward(

@@ -1,16 +1,12 @@
 // Attention over the paged cache: cuts a step's rows into tiles and gives them to threads. What a tile computes is in
 // tile.h, by which instructions kernels_*.cpp say.
-//
-// Threads are torch's, as many as it was told: compiled for OpenMP but not linked to it, the library calls the runtime
-// that torch has loaded.
 
 #include "attention.h"
 
-#include <cstdlib>
+#include "program.h"
+
 #include <cstring>
 #include <vector>
-
-#include <omp.h>
 
 namespace paceline {
 
@@ -40,34 +36,16 @@ const Kernels &kernels() {
 
 namespace {
 
-// Memory of one thread, kept for the next call.
-class Scratch {
-public:
-    ~Scratch() { std::free(memory_); }
-    char *of(size_t bytes) {
-        if (bytes > size_) {
-            std::free(memory_);
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_ = static_cast<char *>(std::aligned_alloc(64, size_));
-            if (!memory_) std::abort();
-        }
-        return memory_;
-    }
-
-private:
-    char *memory_ = nullptr;
-    size_t size_ = 0;
-};
-
-thread_local Scratch packed, states;
-
+// A piece of a tile.
 struct Job {
-    Tile tile;           // of one piece
-    int64_t first;       // job of the tile's first piece
-    int64_t num_pieces;
+    Tile tile;
+    int64_t num_pieces;  // of the tile
     int64_t state;       // where its state begins, in floats; only of tiles with several pieces
-    int left;            // pieces that are not computed, counted at the first
 };
+
+thread_local Scratch packed;
+thread_local std::vector<Job> cut_jobs;
+thread_local std::vector<State> joined;
 
 int64_t num_query_rows(const PacelineAttention &call, const Tile &tile) {
     return tile.num_positions * (call.num_heads / call.num_kv_heads);
@@ -79,13 +57,13 @@ State state_at(float *memory, int64_t num_rows, int64_t padded) {
     return {memory, memory + num_rows * padded, memory + num_rows * (padded + LANES)};
 }
 
-// Later queries have more to do and come first, so that the last jobs are small ones.
-void cut(const PacelineAttention &call, int64_t padded, std::vector<Job> &jobs, int64_t &floats) {
+// Later queries have more to do and come first, so that the last jobs are small ones. Returns the floats of all states.
+int64_t cut(const PacelineAttention &call, int64_t padded, std::vector<Job> &jobs) {
     const PacelineRows &rows = *call.rows;
     const int64_t group = call.num_heads / call.num_kv_heads;
     const int64_t step = group < MOST_ROWS ? MOST_ROWS / group : 1;
+    int64_t floats = 0;
     jobs.clear();
-    floats = 0;
     for (int64_t row = rows.num_rows - 1; row >= 0; row--)
         for (int64_t at = (rows.lengths[row] - 1) / step * step; at >= 0; at -= step)
             for (int64_t head = 0; head < call.num_kv_heads; head++) {
@@ -94,49 +72,117 @@ void cut(const PacelineAttention &call, int64_t padded, std::vector<Job> &jobs, 
                 const int64_t end = first + num;
                 const int64_t begin = call.window && first >= call.window ? first - call.window + 1 : 0;
                 const int64_t num_pieces = (end - 1) / PIECE - begin / PIECE + 1;
-                const int64_t job = jobs.size();
                 for (int64_t piece = begin / PIECE * PIECE; piece < end; piece += PIECE) {
                     Tile tile{row, head, first, num, piece > begin ? piece : begin, piece + PIECE < end ? piece + PIECE : end};
-                    jobs.push_back({tile, job, num_pieces, floats, int(num_pieces)});
+                    jobs.push_back({tile, num_pieces, floats});
                     if (num_pieces > 1) floats += state_floats(num * group, padded);
                 }
             }
+    return floats;
 }
 
+// A token's key or value, of Elements, into its slab; the first unit of the token's own is at `to`.
+template <class Element>
+void write_key(const char *from, char *to, int64_t dim) {
+    for (int64_t unit = 0; unit < dim * int64_t(sizeof(Element)) / 4; unit++)
+        std::memcpy(to + unit * SLAB * 4, from + unit * 4, 4);
+}
+
+template <class Element>
+void write_value(const char *from, char *to, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) std::memcpy(to + i * 4, from + i * sizeof(Element), sizeof(Element));
+}
+
+template <class Element>
 void write(const PacelineAttention &call, int64_t first, int64_t stop) {
-    const int64_t bytes = call.is_bf16 ? 2 : 4, entry = call.num_kv_heads * call.head_dim * bytes;
+    const int64_t dim = call.head_dim, bytes = dim * sizeof(Element), entry = call.num_kv_heads * bytes;
+    const int64_t block_size = call.rows->block_size, per_unit = 4 / sizeof(Element);
     for (int64_t token = first; token < stop; token++) {
-        const int64_t at = call.rows->write_to[token] * entry;
-        std::memcpy(static_cast<char *>(call.keys) + at, static_cast<const char *>(call.k) + token * call.k_stride * bytes, entry);
-        std::memcpy(static_cast<char *>(call.values) + at, static_cast<const char *>(call.v) + token * call.v_stride * bytes, entry);
+        const int64_t to = call.rows->write_to[token];
+        const char *k = static_cast<const char *>(call.k) + token * call.k_stride * sizeof(Element);
+        const char *v = static_cast<const char *>(call.v) + token * call.v_stride * sizeof(Element);
+        char *keys = static_cast<char *>(call.keys), *values = static_cast<char *>(call.values);
+        if (!in_slabs(*call.rows)) {
+            std::memcpy(keys + to * entry, k, entry);
+            std::memcpy(values + to * entry, v, entry);
+            continue;
+        }
+        const int64_t offset = to % block_size, key = offset % SLAB;
+        for (int64_t head = 0; head < call.num_kv_heads; head++) {
+            const int64_t slab = (to - offset) * entry + (head * block_size + offset - key) * bytes;
+            write_key<Element>(k + head * bytes, keys + slab + key * 4, dim);
+            write_value<Element>(v + head * bytes, values + slab + key / per_unit * dim * 4 + key % per_unit * sizeof(Element),
+                                 dim);
+        }
     }
 }
 
-void run(const PacelineAttention &call, const Kernels &with, int64_t padded, std::vector<Job> &jobs, Job &job, float *memory) {
-    const int64_t num_rows = num_query_rows(call, job.tile), floats = state_floats(num_rows, padded);
+void attend(const PacelineAttention &call, const Kernels &with, int64_t padded, const Job &job, const Tile &next,
+            float *states) {
+    const int64_t num_rows = num_query_rows(call, job.tile);
     const int64_t scratch_bytes = (with.scratch_bytes(call) + 63) / 64 * 64;
-    char *scratch = packed.of(scratch_bytes + 4 * floats);
-    if (job.num_pieces == 1) {
-        const State state = state_at(reinterpret_cast<float *>(scratch + scratch_bytes), num_rows, padded);
-        with.attend(call, job.tile, state, scratch);
-        with.finish(call, job.tile, &state, 1);
-        return;
+    char *scratch = packed.of(scratch_bytes + 4 * state_floats(num_rows, padded));
+    if (job.num_pieces > 1) return with.attend(call, job.tile, next, state_at(states + job.state, num_rows, padded), scratch);
+    const State state = state_at(reinterpret_cast<float *>(scratch + scratch_bytes), num_rows, padded);
+    with.attend(call, job.tile, next, state, scratch);
+    with.finish(call, job.tile, &state, 1);
+}
+
+// Joins the pieces of a tile, whose first is given.
+void join(const PacelineAttention &call, const Kernels &with, int64_t padded, const Job *pieces, float *states) {
+    const int64_t num_rows = num_query_rows(call, pieces->tile);
+    joined.clear();
+    for (int64_t i = 0; i < pieces->num_pieces; i++)
+        joined.push_back(state_at(states + pieces[i].state, num_rows, padded));
+    with.finish(call, pieces->tile, joined.data(), pieces->num_pieces);
+}
+
+constexpr int64_t ALONE = 2048 * 64;  // products, below which waking another thread takes longer
+
+class Attention final : public Call {
+public:
+    explicit Attention(const PacelineAttention &call) : call_(call) {}
+
+    Call *copy() const override { return new Attention(*this); }
+
+    bool is_small(int64_t) const override {
+        const PacelineRows &rows = *call_.rows;
+        int64_t products = 0;
+        for (int64_t row = 0; row < rows.num_rows; row++)
+            products += rows.lengths[row] * (rows.starts[row] + rows.lengths[row]);
+        return products * call_.num_heads * call_.head_dim < ALONE;
     }
-    with.attend(call, job.tile, state_at(memory + job.state, num_rows, padded), scratch);
-    Job *pieces = &jobs[job.first];
-    if (__atomic_sub_fetch(&pieces->left, 1, __ATOMIC_ACQ_REL)) return;
-    std::vector<State> all;
-    for (int64_t i = 0; i < job.num_pieces; i++) all.push_back(state_at(memory + pieces[i].state, num_rows, padded));
-    with.finish(call, job.tile, all.data(), job.num_pieces);
-}
 
-constexpr int64_t ALONE = 2048;  // rows times keys, below which waking another thread takes longer
+    int64_t shared_bytes(int64_t) const override {
+        const PacelineRows &rows = *call_.rows;
+        for (int64_t row = 0; row < rows.num_rows; row++)
+            if (rows.starts[row] + rows.lengths[row] > PIECE) return 4 * cut(call_, kernels().padded_dim(call_), cut_jobs);
+        return 0;
+    }
 
-bool is_small(const PacelineAttention &call, const std::vector<Job> &jobs) {
-    int64_t work = 0;
-    for (const Job &job : jobs) work += num_query_rows(call, job.tile) * (job.tile.end_key - job.tile.first_key);
-    return work * call.head_dim < ALONE * 64;
-}
+    void run(int64_t, const Team &team) const override {
+        const Kernels &with = kernels();
+        const int64_t padded = with.padded_dim(call_), num_tokens = call_.rows->num_tokens;
+        float *states = reinterpret_cast<float *>(team.shared);
+        (call_.is_bf16 ? write<uint16_t> : write<float>)(call_, team.begin(num_tokens), team.end(num_tokens));
+        std::vector<Job> &jobs = cut_jobs;  // every thread cuts for itself, which is quicker than handing over
+        const int64_t floats = cut(call_, padded, jobs), num_jobs = jobs.size();
+        team.meet();
+        for (int64_t job = team.take(), next; job < num_jobs; job = next) {
+            next = team.take();
+            attend(call_, with, padded, jobs[job], jobs[next < num_jobs ? next : job].tile, states);
+        }
+        if (!floats) return;
+        team.meet();
+        int64_t number = 0;
+        for (int64_t job = 0; job < num_jobs; job += jobs[job].num_pieces)
+            if (jobs[job].num_pieces > 1 && number++ % team.num_threads == team.thread)
+                join(call_, with, padded, &jobs[job], states);
+    }
+
+private:
+    PacelineAttention call_;
+};
 
 }  // namespace
 }  // namespace paceline
@@ -156,30 +202,8 @@ int paceline_use_instructions(const char *name) {
     return 0;
 }
 
-void paceline_attention(const PacelineAttention *pointer) {
-    using namespace paceline;
-    const PacelineAttention &call = *pointer;
-    const Kernels &with = kernels();
-    const int64_t padded = with.padded_dim(call), num_tokens = call.rows->num_tokens;
-    static thread_local std::vector<Job> kept;
-    std::vector<Job> &jobs = kept;
-    int64_t floats;
-    cut(call, padded, jobs, floats);
-    float *memory = reinterpret_cast<float *>(states.of(4 * floats + 64));
-    if (omp_get_max_threads() == 1 || is_small(call, jobs)) {
-        write(call, 0, num_tokens);
-        for (Job &job : jobs) run(call, with, padded, jobs, job, memory);
-        return;
-    }
-    int64_t next = 0, num_jobs = jobs.size();
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < (num_tokens + 15) / 16; block++)
-            write(call, block * 16, block * 16 + 16 < num_tokens ? block * 16 + 16 : num_tokens);
-        int64_t job;
-        while ((job = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_jobs)
-            run(call, with, padded, jobs, jobs[job], memory);
-    }
+// Writes k and v, all of them before any read, and attends.
+void paceline_attention(const PacelineAttention *call) {
+    paceline::submit(paceline::Attention(*call), 0);  // its rows are the step's, wherever it is written down
 }
 }

@@ -20,14 +20,20 @@ struct PacelineRows {
     const int64_t *write_to;      // [tokens] block * block_size + offset
 };
 
-// One layer's call.
+// One layer's call. Blocks of the cache are as large as [block_size][num_kv_heads][head_dim], and where that many tokens
+// are whole slabs of 16, a slab's keys and values lie as products read them, in units of 32 bits: a float or a pair of bf16.
+//
+//     keys    [blocks][num_kv_heads][slabs][head_dim units][16 keys]    a pair: entries 2i and 2i + 1 of a key
+//     values  [blocks][num_kv_heads][slabs][16 keys' units][head_dim]   a pair: keys 2i and 2i + 1
+//
+// Others are [blocks][block_size][num_kv_heads][head_dim].
 struct PacelineAttention {
     const PacelineRows *rows;
     const void *q;        // [tokens][q_stride], a token's heads side by side
     const void *k;        // [tokens][k_stride]
     const void *v;        // [tokens][v_stride]
-    void *keys;           // [blocks][block_size][num_kv_heads][head_dim]
-    void *values;         // as keys
+    void *keys;           // as below
+    void *values;
     void *out;            // [tokens][num_heads][head_dim]
     const float *sinks;   // [num_heads], or null
     int64_t q_stride;
@@ -45,12 +51,15 @@ struct PacelineAttention {
 
 namespace paceline {
 
+constexpr int SLAB = 16;      // keys that lie side by side
 constexpr int KEYS = 64;      // keys that a tile looks at in one go; they begin at multiples of it
 constexpr int PIECE = 1024;   // keys of one piece of a context, a multiple of KEYS; also from a multiple of it on
 constexpr int STRIP = 6;      // query rows whose sums stay in registers
 constexpr int MOST_ROWS = 96; // query rows of a tile, which share its packed keys and values
 constexpr int LANES = 16;     // floats of a row's running sum
 constexpr int GELU_TANH = 1;  // activations of `gate`; 0 is silu
+
+inline bool in_slabs(const PacelineRows &rows) { return rows.block_size % SLAB == 0; }
 
 // Some queries of one row and one KV head over one piece of the context. Query rows are (position, head of the group).
 struct Tile {
@@ -75,13 +84,16 @@ struct Kernels {
     bool (*runs)();
     int64_t (*padded_dim)(const PacelineAttention &);
     int64_t (*scratch_bytes)(const PacelineAttention &);
-    void (*attend)(const PacelineAttention &, const Tile &, const State &, char *scratch);
+    // `next` is the tile after this one.
+    void (*attend)(const PacelineAttention &, const Tile &, const Tile &next, const State &, char *scratch);
     // Joins the states of a tile's pieces into the first, in order, and writes the output.
     void (*finish)(const PacelineAttention &, const Tile &, const State *, int64_t num_pieces);
     void (*rms_norm)(const float *x, const float *weight, void *out, int out_is_bf16, int64_t size, float eps);
     void (*rotate)(void *x, int is_bf16, const void *cos, const void *sin, int64_t num_heads, int64_t head_dim,
                    int64_t dim);
     void (*gate)(const void *gate_up, void *out, int is_bf16, int64_t size, int activation);
+    void (*rescore)(float *scores, int64_t num, const float *x, const void *weights, int is_bf16, int64_t size,
+                    int64_t num_best);
 };
 
 extern const Kernels plain_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;

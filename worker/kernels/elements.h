@@ -84,4 +84,53 @@ void gate(const void *gate_up, void *out, int is_bf16, int64_t size, int activat
         gate_of<false>(gate_up, out, is_bf16, size);
 }
 
+constexpr int64_t MOST_BEST = 64;
+
+// The largest of a row, as many as asked for.
+struct Best {
+    int64_t wanted, count = 0, lowest = 0;
+    float values[MOST_BEST];
+    int64_t places[MOST_BEST];
+
+    float limit() const { return count < wanted ? -__builtin_inff() : values[lowest]; }
+
+    void add(float value, int64_t place) {
+        const int64_t to = count < wanted ? count++ : lowest;
+        values[to] = value, places[to] = place;
+        if (count < wanted) return;
+        lowest = 0;
+        for (int64_t i = 1; i < wanted; i++)
+            if (values[i] < values[lowest]) lowest = i;
+    }
+};
+
+template <class T>
+void rescore_row(float *scores, int64_t num, const float *x, const typename T::Element *weights, int64_t size,
+                 int64_t num_best) {
+    constexpr int64_t STEP = 4 * W;
+    Best best{num_best < MOST_BEST ? num_best : MOST_BEST};
+    for (int64_t i = 0; i < num; i += STEP) {
+        if (i + STEP <= num) {
+            const float *at = scores + i;
+            const F most = max(max(load<F>(at), load<F>(at + W)), max(load<F>(at + 2 * W), load<F>(at + 3 * W)));
+            if (!(max_of_all(most)[0] > best.limit())) continue;
+        }
+        for (int64_t place = i; place < num && place < i + STEP; place++)
+            if (scores[place] > best.limit()) best.add(scores[place], place);
+    }
+    for (int64_t b = 0; b < best.count; b++) {
+        const typename T::Element *weight = weights + best.places[b] * size;
+        F sum = {};
+        for (int64_t i = 0; i < size; i += W) sum = fma(load<F>(x + i, size - i), T::get(weight + i, size - i), sum);
+        scores[best.places[b]] = sum_of_all(sum)[0];
+    }
+}
+
+void rescore(float *scores, int64_t num, const float *x, const void *weights, int is_bf16, int64_t size, int64_t num_best) {
+    if (is_bf16)
+        rescore_row<BFloat16>(scores, num, x, static_cast<const uint16_t *>(weights), size, num_best);
+    else
+        rescore_row<Float>(scores, num, x, static_cast<const float *>(weights), size, num_best);
+}
+
 }  // namespace

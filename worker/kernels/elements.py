@@ -20,6 +20,7 @@ _ARGUMENTS = {
     "paceline_rms_norm": (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_float),
     "paceline_rotate": (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64),
     "paceline_gate": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int),
+    "paceline_rescore": (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64),
 }
 
 
@@ -57,6 +58,17 @@ def gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     run = _function("paceline_gate")
     run(gate_up.data_ptr(), out.data_ptr(), gate_up.dtype == torch.bfloat16, tokens, size, activation)
     return out
+
+
+def rescore_(scores: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, num_best: int) -> torch.Tensor:
+    """scores: fp32 [rows, ids], near x weight^T; x: fp32 [rows, size]; weight: [ids, size] in bf16 or fp32. The
+    ``num_best`` largest of each row (at most 64) are computed again, in fp32 and in place."""
+    assert scores.is_contiguous()
+    rows, ids = scores.shape
+    run, x = _function("paceline_rescore"), x.contiguous()
+    is_bf16 = weight.dtype == torch.bfloat16
+    run(scores.data_ptr(), x.data_ptr(), weight.data_ptr(), is_bf16, rows, ids, weight.shape[1], num_best)
+    return scores
 
 
 @cache

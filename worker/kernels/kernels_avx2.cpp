@@ -20,7 +20,8 @@ static bool runs() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-extern const Kernels avx2_kernels = {"avx2", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate};
+extern const Kernels avx2_kernels = {"avx2", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
+    rescore};
 
 }  // namespace paceline
 

@@ -21,7 +21,8 @@ static bool runs() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-extern const Kernels avx512_kernels = {"avx512", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate};
+extern const Kernels avx512_kernels = {"avx512", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
+    rescore};
 
 }  // namespace paceline
 

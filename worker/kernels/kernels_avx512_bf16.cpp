@@ -23,7 +23,8 @@ static bool runs() {
            __builtin_cpu_supports("avx512bf16");
 }
 
-extern const Kernels avx512_bf16_kernels = {"avx512_bf16", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate};
+extern const Kernels avx512_bf16_kernels = {"avx512_bf16", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
+    rescore};
 
 }  // namespace paceline
 

@@ -9,6 +9,7 @@ namespace paceline {
 
 static bool runs() { return true; }
 
-extern const Kernels plain_kernels = {"plain", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate};
+extern const Kernels plain_kernels = {"plain", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
+    rescore};
 
 }  // namespace paceline

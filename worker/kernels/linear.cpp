@@ -16,13 +16,13 @@
 //
 // Knows no torch: pointers in, pointers out.
 
+#include "program.h"
+
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#include <omp.h>
 #define PACELINE_LINEAR 1
 #endif
 
@@ -44,13 +44,13 @@ struct PacelineWeight {
 
 int paceline_linear_runs(void);
 void paceline_linear(const PacelineWeight *w, const void *x, int x_is_bf16, int64_t num_rows, const float *add, void *y,
-                     int y_is_bf16, int num_threads);
+                     int y_is_bf16);
 }
 
 #ifndef PACELINE_LINEAR
 
 int paceline_linear_runs(void) { return 0; }
-void paceline_linear(const PacelineWeight *, const void *, int, int64_t, const float *, void *, int, int) {}
+void paceline_linear(const PacelineWeight *, const void *, int, int64_t, const float *, void *, int) {}
 
 #else
 
@@ -62,7 +62,8 @@ namespace {
 constexpr int PANEL = 32;
 constexpr int64_t ROWS_AT_ONCE = 192;  // of x, so that they stay in the L2 cache while panels pass
 constexpr int64_t AHEAD = 2048;        // bytes of weights that are asked of memory before they are needed
-constexpr int64_t ALONE = 1 << 14;     // numbers of x that one thread makes integers of before another is awake
+constexpr int64_t ALONE = 1 << 18;     // products, below which waking another thread takes longer
+constexpr int64_t PIECES = 4;          // of a call for each thread: what one is late with another takes over
 
 // Rows of x as the product takes them.
 struct Rows {
@@ -105,26 +106,6 @@ inline void add_products(__m512i &sum, __m512i weights, __m512i inputs) {
 inline void add_products(__m512 &sum, __m512i weights, __m512i inputs) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
 }
-
-// Memory that is kept from call to call. No std::vector: its functions, compiled here for AVX-512, could be taken for
-// those of the library's other files.
-struct Room {
-    void *at = nullptr;
-    size_t size = 0;
-
-    ~Room() { std::free(at); }
-
-    template <class T>
-    T *of(int64_t count) {
-        const size_t wanted = count * sizeof(T);
-        if (size < wanted) {
-            std::free(at);
-            at = std::malloc(wanted);
-            size = wanted;
-        }
-        return static_cast<T *>(at);
-    }
-};
 
 template <int BITS>
 inline void load_pair(const uint8_t *at, __m512i &a, __m512i &b) {
@@ -242,28 +223,24 @@ void run_tile(int wanted, const PacelineWeight &w, const Rows &x, int64_t panel,
     }
 }
 
+// A team's share: pieces of some panels for a block of rows, as they come.
 template <int BITS, bool MINIMUM, int PLANES>
 void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const float *add, void *y, int y_is_bf16,
-             int num_threads) {
+             const paceline::Team &team) {
     constexpr int MOST = BITS == 16 ? 12 : PLANES == 1 ? 6 : 4;  // rows whose sums stay in registers
     const int64_t panels = (w.out_size + PANEL - 1) / PANEL;
-    auto share = [&](int64_t part, int64_t parts) {
-        const int64_t begin = panels * part / parts, end = panels * (part + 1) / parts;
-        for (int64_t block = 0; block < num_rows; block += ROWS_AT_ONCE) {
-            const int64_t rows = num_rows - block < ROWS_AT_ONCE ? num_rows - block : ROWS_AT_ONCE;
-            const int64_t tiles = (rows + MOST - 1) / MOST;
-            for (int64_t panel = begin; panel < end; panel++)
-                for (int64_t t = 0; t < tiles; t++) {
-                    const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
-                    run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, add, y, y_is_bf16);
-                }
-        }
-    };
-    if (num_threads <= 1) {
-        share(0, 1);
-    } else {
-#pragma omp parallel num_threads(num_threads)
-        share(omp_get_thread_num(), omp_get_num_threads());
+    const int64_t per_piece = 1 + panels / (PIECES * team.num_threads), pieces = (panels + per_piece - 1) / per_piece;
+    const int64_t blocks = (num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    for (int64_t piece; (piece = team.take()) < blocks * pieces;) {
+        const int64_t block = piece / pieces * ROWS_AT_ONCE, begin = piece % pieces * per_piece;
+        const int64_t end = begin + per_piece < panels ? begin + per_piece : panels;
+        const int64_t rows = num_rows - block < ROWS_AT_ONCE ? num_rows - block : ROWS_AT_ONCE;
+        const int64_t tiles = (rows + MOST - 1) / MOST;
+        for (int64_t panel = begin; panel < end; panel++)
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
+                run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, add, y, y_is_bf16);
+            }
     }
 }
 
@@ -304,34 +281,64 @@ void prepare(const PacelineWeight &w, const void *x, bool is_bf16, int64_t row, 
     }
 }
 
+constexpr int64_t ALIGNED = 64;
+
+int64_t up(int64_t bytes) { return (bytes + ALIGNED - 1) / ALIGNED * ALIGNED; }
+
+class Linear final : public paceline::Call {
+public:
+    Linear(const PacelineWeight &w, const void *x, bool x_is_bf16, const float *add, void *y, bool y_is_bf16)
+        : w_(w), x_(x), add_(add), y_(y), x_is_bf16_(x_is_bf16), y_is_bf16_(y_is_bf16) {}
+
+    Call *copy() const override { return new Linear(*this); }
+
+    bool is_small(int64_t num_rows) const override { return num_rows * w_.in_size * w_.out_size < ALONE; }
+
+    int64_t shared_bytes(int64_t num_rows) const override {
+        if (w_.bits == 16) return 0;
+        const int64_t groups = num_rows * (w_.in_size / w_.group);
+        return up(num_rows * w_.planes * w_.in_size) + up(groups * w_.planes * 4) + 2 * up(groups * 4);
+    }
+
+    void run(int64_t num_rows, const paceline::Team &team) const override {
+        Rows rows{};
+        rows.num_rows = num_rows;
+        if (w_.bits == 16) {
+            rows.values = static_cast<int8_t *>(const_cast<void *>(x_));  // read only
+            rows.stride = w_.in_size * 2;
+            return product<16, false, 1>(w_, rows, num_rows, add_, y_, y_is_bf16_, team);
+        }
+        rows.stride = w_.in_size;
+        rows.num_groups = w_.in_size / w_.group;
+        const int64_t groups = num_rows * rows.num_groups;
+        char *at = team.shared;
+        rows.values = reinterpret_cast<int8_t *>(at), at += up(num_rows * w_.planes * rows.stride);
+        rows.sums = reinterpret_cast<int32_t *>(at), at += up(groups * w_.planes * 4);
+        rows.scales = reinterpret_cast<float *>(at), at += up(groups * 4);
+        rows.sums_of_x = reinterpret_cast<float *>(at);
+        for (int64_t row = team.begin(num_rows); row < team.end(num_rows); row++)
+            w_.planes == 2 ? prepare<2>(w_, x_, x_is_bf16_, row, rows) : prepare<1>(w_, x_, x_is_bf16_, row, rows);
+        team.meet();
+        const auto run = w_.bits == 8 ? (w_.minimums ? (w_.planes == 2 ? product<8, true, 2> : product<8, true, 1>)
+                                                     : (w_.planes == 2 ? product<8, false, 2> : product<8, false, 1>))
+                                      : (w_.minimums ? (w_.planes == 2 ? product<4, true, 2> : product<4, true, 1>)
+                                                     : (w_.planes == 2 ? product<4, false, 2> : product<4, false, 1>));
+        run(w_, rows, num_rows, add_, y_, y_is_bf16_, team);
+    }
+
+private:
+    const PacelineWeight &w_;
+    const void *x_;
+    const float *add_;
+    void *y_;
+    bool x_is_bf16_, y_is_bf16_;
+};
+
 }  // namespace
 
-void paceline_linear(const PacelineWeight *weight, const void *x, int x_is_bf16, int64_t num_rows, const float *add,
-                     void *y, int y_is_bf16, int num_threads) {
-    const PacelineWeight &w = *weight;
-    Rows rows{};
-    rows.num_rows = num_rows;
-    if (w.bits == 16) {
-        rows.values = static_cast<int8_t *>(const_cast<void *>(x));  // read only
-        rows.stride = w.in_size * 2;
-        return product<16, false, 1>(w, rows, num_rows, add, y, y_is_bf16, num_threads);
-    }
-    static thread_local Room values, sums, scales, sums_of_x;
-    rows.stride = w.in_size;
-    rows.num_groups = w.in_size / w.group;
-    rows.values = values.of<int8_t>(num_rows * w.planes * rows.stride);
-    rows.sums = sums.of<int32_t>(num_rows * w.planes * rows.num_groups);
-    rows.scales = scales.of<float>(num_rows * rows.num_groups);
-    rows.sums_of_x = sums_of_x.of<float>(num_rows * rows.num_groups);
-    const int threads = num_rows * w.in_size < ALONE ? 1 : num_threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < num_rows; row++)
-        w.planes == 2 ? prepare<2>(w, x, x_is_bf16, row, rows) : prepare<1>(w, x, x_is_bf16, row, rows);
-    const auto run = w.bits == 8 ? (w.minimums ? (w.planes == 2 ? product<8, true, 2> : product<8, true, 1>)
-                                               : (w.planes == 2 ? product<8, false, 2> : product<8, false, 1>))
-                                 : (w.minimums ? (w.planes == 2 ? product<4, true, 2> : product<4, true, 1>)
-                                               : (w.planes == 2 ? product<4, false, 2> : product<4, false, 1>));
-    run(w, rows, num_rows, add, y, y_is_bf16, num_threads);
+void paceline_linear(const PacelineWeight *w, const void *x, int x_is_bf16, int64_t num_rows, const float *add, void *y,
+                     int y_is_bf16) {
+    paceline::submit(Linear(*w, x, x_is_bf16, add, y, y_is_bf16), num_rows);
 }
 
 #pragma GCC pop_options

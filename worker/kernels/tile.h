@@ -1,11 +1,11 @@
 // A tile of attention: queries that share a KV head over one piece of their context, with the softmax computed as keys
 // come (Milakov and Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135).
 //
-// Keys and values are packed once per 64 of them, and then a strip of six query rows at a time goes through both
-// products, so that its scores never leave the nearest cache. Both are products of one kind, rows of units times packed
-// units, where a unit is 32 bits: one float, or with instructions for bf16 a pair of them.
+// Keys and values lie in the cache as products read them, 16 keys side by side: a slab. A strip of six query rows at a time
+// goes through both products over four slabs, so that its scores never leave the nearest cache. Both are products of one
+// kind, rows of units times slabs of units, where a unit is 32 bits: one float, or a pair of bf16.
 //
-//     scores [rows, keys]  =  q [rows, dim units]     keys    [dim units][64]   a pair: entries 2i and 2i + 1 of a key
+//     scores [rows, keys]  =  q [rows, dim units]     keys    [dim units][16]   a pair: entries 2i and 2i + 1 of a key
 //     out    [rows, dim]  +=  weights [rows, units]   values  [key units][dim]  a pair: keys 2i and 2i + 1
 //
 // What a row computes depends on its own query, its keys and their positions alone: not on the strip, tile, chunk or
@@ -21,12 +21,14 @@ namespace {
 using paceline::KEYS;
 using paceline::LANES;
 using paceline::MOST_ROWS;
+using paceline::SLAB;
 using paceline::State;
 using paceline::STRIP;
 using paceline::Tile;
 
 constexpr int WIDEST = W == 16 ? 4 : 2;  // vectors of a row whose sums stay in registers
-constexpr float UNSEEN = -1e30f;         // below every score, and finite: the difference of two is 0
+constexpr int SLABS = KEYS / SLAB;
+constexpr float UNSEEN = -1e30f;  // below every score, and finite: the difference of two is 0
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -39,37 +41,38 @@ INLINE I count_up(std::integer_sequence<int, j...>) {
     return I{j...};
 }
 
-template <class T, bool PAIRS>
+template <class T>
 struct Attend {
     using Element = typename T::Element;
-    static constexpr int PER_UNIT = PAIRS ? 2 : 1;
-    static constexpr int QUARTER = W == 16 && sizeof(Element) * PER_UNIT == 4 ? 4 : W;  // units transposed in one go
+    static constexpr int PER_UNIT = 4 / sizeof(Element);
+    static constexpr int KEY_UNITS = SLAB / PER_UNIT;  // of a slab of values
 
     const PacelineAttention &call;
-    const Tile &tile;
+    const Tile &tile, &next;  // and the one whose turn it is then
     const int64_t group = call.num_heads / call.num_kv_heads;
-    const int64_t units = call.head_dim / PER_UNIT;
+    const int64_t dim = call.head_dim, units = dim / PER_UNIT;
     const int64_t padded = padded_dim(call);
-    int32_t *keys;     // [units][KEYS]
-    int32_t *values;   // [KEYS / PER_UNIT][padded]
-    int32_t *queries;  // [rows][units]
-    Element *zeros;    // [head_dim]
-    const Element *of_keys[KEYS], *of_values[KEYS];  // of the keys that come next
+    const int64_t slab_units = SLAB * units;
+    const bool in_slabs = paceline::in_slabs(*call.rows);
+    int32_t *zeros;                                        // a slab
+    int32_t *own_keys, *own_values;                        // slabs that do not lie in the cache as they are needed
+    int32_t *queries;                                      // [rows][units]
+    const int32_t *keys[SLABS], *values[SLABS];            // of the positions that are looked at
+    const int32_t *next_keys[SLABS], *next_values[SLABS];  // of those that come next
 
-    static int64_t padded_dim(const PacelineAttention &call) {
-        return up_to(call.head_dim / PER_UNIT, W) * PER_UNIT;
-    }
+    static int64_t padded_dim(const PacelineAttention &call) { return up_to(call.head_dim, W); }
 
     static int64_t scratch_bytes(const PacelineAttention &call) {
         const int64_t rows = greatest(MOST_ROWS, call.num_heads / call.num_kv_heads);
-        return 4 * (call.head_dim * KEYS + padded_dim(call) * KEYS + rows * call.head_dim + call.head_dim);
+        return 4 * call.head_dim / PER_UNIT * ((2 * SLABS + 1) * SLAB + rows);
     }
 
-    Attend(const PacelineAttention &call, const Tile &tile, char *scratch) : call(call), tile(tile) {
-        keys = reinterpret_cast<int32_t *>(scratch);
-        values = keys + call.head_dim * KEYS;
-        queries = values + padded * KEYS;
-        zeros = reinterpret_cast<Element *>(queries + greatest(MOST_ROWS, group) * call.head_dim);
+    Attend(const PacelineAttention &call, const Tile &tile, const Tile &next, char *scratch)
+        : call(call), tile(tile), next(next) {
+        zeros = reinterpret_cast<int32_t *>(scratch);
+        own_keys = zeros + slab_units;
+        own_values = own_keys + SLABS * slab_units;
+        queries = own_values + SLABS * slab_units;
     }
 
     // Of the tile.
@@ -77,109 +80,89 @@ struct Attend {
         return call.rows->first_tokens[tile.row] + tile.first_position - call.rows->starts[tile.row];
     }
 
-    static INLINE I get_units(const Element *from, int64_t unit, int64_t units) {
-        if constexpr (PAIRS)
-            return load<I>(from + 2 * unit, units - unit);
-        else
-            return (I)T::get(from + unit, units - unit);
-    }
-
     static INLINE F multiply(I a, I b, F sum) {
+        if constexpr (PER_UNIT == 1) {
+            return fma((F)a, (F)b, sum);
+        } else {
 #ifdef HAS_BF16
-        if constexpr (PAIRS) return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+            return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+            return fma((F)(a & ~0xffff), (F)(b & ~0xffff), fma((F)(a << 16), (F)(b << 16), sum));
 #endif
-        return fma((F)a, (F)b, sum);
-    }
-
-    // c[R][V vectors] = c * factors + a[R][depth] b[depth][V vectors]; c starts at 0 where there are no factors.
-    template <int R, int V>
-    static INLINE void product(const int32_t *a, int64_t a_stride, const int32_t *b, int64_t b_stride, int64_t depth,
-                               float *c, int64_t c_stride, const float *factors) {
-        F sum[R][V];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sum[r][v] = factors ? load<F>(c + r * c_stride + v * W) * factors[r] : F{};
-        for (int64_t k = 0; k < depth; k++) {
-            I of_b[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) of_b[v] = load<I>(b + k * b_stride + v * W);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const I of_a = splat(a[r * a_stride + k]);
-#pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[r][v] = multiply(of_a, of_b[v], sum[r][v]);
-            }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) store(c + r * c_stride + v * W, sum[r][v]);
     }
 
-    // The same over any number of vectors.
-    template <int R, int V = WIDEST>
-    static INLINE void wide_product(const int32_t *a, int64_t a_stride, const int32_t *b, int64_t b_stride,
-                                    int64_t depth, float *c, int64_t c_stride, const float *factors, int64_t vectors) {
-        for (; vectors >= V; vectors -= V, b += V * W, c += V * W)
-            product<R, V>(a, a_stride, b, b_stride, depth, c, c_stride, factors);
-        if constexpr (V > 1)
-            if (vectors) wide_product<R, V - 1>(a, a_stride, b, b_stride, depth, c, c_stride, factors, vectors);
+    INLINE const char *in_cache(const void *cache, const Tile &at, int64_t block, int64_t bytes) const {
+        const int64_t of_block = call.rows->block_size * call.num_kv_heads * dim * sizeof(Element);
+        return static_cast<const char *>(cache) + call.rows->tables[at.row * call.rows->table_width + block] * of_block +
+               bytes;
     }
 
-    // Where the keys and values of positions [block, block + KEYS) lie; zeros for those outside of the tile's piece. They
-    // are fetched into the second cache now, a round before they are packed.
+    INLINE const int32_t *slab_in(const void *cache, const Tile &at, int64_t position) const {
+        const int64_t block_size = call.rows->block_size;
+        const int64_t slab = at.kv_head * (block_size / SLAB) + position % block_size / SLAB;
+        return reinterpret_cast<const int32_t *>(in_cache(cache, at, position / block_size, 4 * slab_units * slab));
+    }
+
+    // Where the slabs of positions [block, block + KEYS) lie; zeros stand for those outside of the tile's piece.
     void find(int64_t block) {
-        const PacelineRows &rows = *call.rows;
-        const int64_t first = greatest(block, tile.first_key), end = least(block + KEYS, tile.end_key);
-        for (int64_t i = 0; i < KEYS; i++) of_keys[i] = of_values[i] = zeros;
-        const int64_t entry = call.num_kv_heads * call.head_dim, bytes = call.head_dim * sizeof(Element);
-        const int32_t *table = rows.tables + tile.row * rows.table_width;
-        for (int64_t position = first; position < end;) {
-            const int64_t index = position / rows.block_size, start = index * rows.block_size;
-            const int64_t stop = least(start + rows.block_size, end);
-            const int64_t at = table[index] * rows.block_size * entry + tile.kv_head * call.head_dim;
-            for (; position < stop; position++) {
-                const Element *key = static_cast<const Element *>(call.keys) + at + (position - start) * entry;
-                const Element *value = static_cast<const Element *>(call.values) + at + (position - start) * entry;
-                of_keys[position - block] = key;
-                of_values[position - block] = value;
-                for (int64_t line = 0; line < bytes; line += 64) {
-                    __builtin_prefetch(reinterpret_cast<const char *>(key) + line, 0, 2);
-                    __builtin_prefetch(reinterpret_cast<const char *>(value) + line, 0, 2);
-                }
+        for (int64_t s = 0; s < SLABS; s++) {
+            const int64_t position = block + s * SLAB;
+            const int64_t first = greatest(tile.first_key - position, 0), end = least(tile.end_key - position, SLAB);
+            keys[s] = values[s] = zeros;
+            if (first >= end) continue;
+            int32_t *own = own_values + s * slab_units;
+            if (!in_slabs) {
+                assemble(position, first, end, own_keys + s * slab_units, own);
+                keys[s] = own_keys + s * slab_units, values[s] = own;
+                continue;
+            }
+            keys[s] = slab_in(call.keys, tile, position), values[s] = slab_in(call.values, tile, position);
+            if (end - first < SLAB) {
+                copy_values(values[s], first, end, own);
+                values[s] = own;
             }
         }
     }
 
-    // Keys and values that were found.
-    void pack() {
-        for (int64_t first = 0; first < KEYS; first += W)
-            for (int64_t unit = 0; unit < units; unit += QUARTER) {
-                I columns[QUARTER];
-                if constexpr (QUARTER < W) {
-                    transpose_quarter(of_keys + first, unit * PER_UNIT, columns);
-                } else {
-#pragma GCC unroll 16
-                    for (int i = 0; i < W; i++) columns[i] = get_units(of_keys[first + i], unit, units);
-                    transpose(columns);
-                }
-                const int64_t some = least(QUARTER, units - unit);
-                for (int64_t i = 0; i < some; i++) store(keys + (unit + i) * KEYS + first, columns[i]);
+    // The slabs that come next are asked of memory while these are multiplied, line for line.
+    void look_ahead(const Tile &at, int64_t block) {
+        for (int64_t s = 0; s < SLABS; s++) {
+            const int64_t position = block + s * SLAB;
+            next_keys[s] = keys[s], next_values[s] = values[s];
+            if (!in_slabs || position >= at.end_key || position + SLAB <= at.first_key) continue;
+            next_keys[s] = slab_in(call.keys, at, position);
+            next_values[s] = slab_in(call.values, at, position);
+        }
+    }
+
+    // Keys [first, end) of a slab of values, and zeros beside them: what others left there may be no number.
+    void copy_values(const int32_t *from, int64_t first, int64_t end, int32_t *to) const {
+        for (int64_t unit = 0; unit < KEY_UNITS; unit++) {
+            int32_t mask = 0;
+            for (int part = 0; part < PER_UNIT; part++) {
+                const int64_t key = unit * PER_UNIT + part;
+                if (key >= first && key < end) mask |= PER_UNIT == 1 ? -1 : 0xffff << 16 * part;
             }
-        for (int64_t key = 0; key < KEYS; key += PER_UNIT)
-            for (int64_t unit = 0; unit < units; unit += W) {
-                const I a = get_units(of_values[key], unit, units);
-                int32_t *to = values + key / PER_UNIT * padded + unit * PER_UNIT;
-                if constexpr (PAIRS) {
-                    // Even entries, then odd ones: `put` puts them in order again.
-                    const I b = get_units(of_values[key + 1], unit, units);
-                    store(to, (a & 0xffff) | (b << 16));
-                    store(to + W, ((a >> 16) & 0xffff) | (b & ~0xffff));
-                } else {
-                    store(to, a);
-                }
-            }
+            for (int64_t i = 0; i < dim; i += W)
+                store(to + unit * dim + i, load<I>(from + unit * dim + i, dim - i) & mask, dim - i);
+        }
+    }
+
+    // The same of a cache whose blocks are not made of slabs, key by key.
+    void assemble(int64_t position, int64_t first, int64_t end, int32_t *to_keys, int32_t *to_values) const {
+        const int64_t block_size = call.rows->block_size, bytes = dim * sizeof(Element);
+        std::memset(to_keys, 0, 4 * slab_units);
+        std::memset(to_values, 0, 4 * slab_units);
+        for (int64_t key = first; key < end; key++) {
+            const int64_t index = (position + key) / block_size, offset = (position + key) % block_size;
+            const int64_t at = (offset * call.num_kv_heads + tile.kv_head) * bytes;
+            const char *of_key = in_cache(call.keys, tile, index, at);
+            const char *of_value = in_cache(call.values, tile, index, at);
+            for (int64_t unit = 0; unit < units; unit++) std::memcpy(to_keys + unit * SLAB + key, of_key + 4 * unit, 4);
+            Element *to = reinterpret_cast<Element *>(to_values + key / PER_UNIT * dim) + key % PER_UNIT;
+            for (int64_t i = 0; i < dim; i++) std::memcpy(to + i * PER_UNIT, of_value + i * sizeof(Element), sizeof(Element));
+        }
     }
 
     INLINE F score(F product) const {
@@ -187,14 +170,91 @@ struct Attend {
         return tanh(product * (call.scale / call.softcap)) * (call.softcap * LOG2E);
     }
 
-    // Rows [row, row + R) look at `vectors` vectors of keys, from position `block` on.
+    // scores[R][KEYS] of V vectors of keys, from vector `first` on.
+    template <int R, int V>
+    INLINE void multiply_keys(const int32_t *q, int64_t first, float *scores) const {
+        const int32_t *from[V], *ahead[V];
+        F sum[R][V] = {};
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const int64_t slab = (first + v) * W / SLAB, lane = (first + v) * W % SLAB;
+            from[v] = keys[slab] + lane, ahead[v] = next_keys[slab] + lane;
+        }
+        for (int64_t k = 0; k < units; k++) {
+            I b[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                b[v] = load<I>(from[v] + k * SLAB);
+                __builtin_prefetch(ahead[v] + k * SLAB, 0, 3);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const I a = splat(q[r * units + k]);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) sum[r][v] = multiply(a, b[v], sum[r][v]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) store(scores + r * KEYS + (first + v) * W, sum[r][v]);
+    }
+
+    // out[R][padded] = out * factors + weights[R][KEYS / PER_UNIT] values, of V vectors from entry `at` on. Of a single
+    // vector there may be less.
+    template <int R, int V>
+    INLINE void add_values(const int32_t *weights, int64_t slabs, int64_t at, const float *factors, float *out) const {
+        const int64_t some = V == 1 ? dim - at : W;
+        F sum[R][V];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[r][v] = load<F>(out + r * padded + at + v * W) * factors[r];
+        for (int64_t s = 0; s < slabs; s++) {
+            const int32_t *from = values[s] + at, *ahead = next_values[s] + at, *by = weights + s * KEY_UNITS;
+            for (int64_t k = 0; k < KEY_UNITS; k++) {
+                I b[V];
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) {
+                    b[v] = load<I>(from + k * dim + v * W, some);
+                    __builtin_prefetch(ahead + k * dim + v * W, 0, 3);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const I a = splat(by[r * (KEYS / PER_UNIT) + k]);
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; v++) sum[r][v] = multiply(a, b[v], sum[r][v]);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) store(out + r * padded + at + v * W, sum[r][v]);
+    }
+
+    template <int R, int V = WIDEST>
+    INLINE void multiply_all_keys(const int32_t *q, int64_t first, int64_t vectors, float *scores) const {
+        for (; first + V <= vectors; first += V) multiply_keys<R, V>(q, first, scores);
+        if constexpr (V > 1)
+            if (first < vectors) multiply_all_keys<R, V - 1>(q, first, vectors, scores);
+    }
+
+    template <int R, int V = WIDEST>
+    INLINE void add_all_values(const int32_t *weights, int64_t slabs, int64_t at, const float *factors, float *out) const {
+        for (; at + (V == 1 ? 1 : V * W) <= dim; at += V * W) add_values<R, V>(weights, slabs, at, factors, out);
+        if constexpr (V > 1)
+            if (at < dim) add_all_values<R, V - 1>(weights, slabs, at, factors, out);
+    }
+
+    // Rows [row, row + R) look at so many slabs of keys, from position `block` on.
     template <int R>
-    void look(int64_t row, int64_t block, int64_t vectors, const State &state) {
+    void look(int64_t row, int64_t block, int64_t slabs, const State &state) {
         alignas(64) float scores[R][KEYS];
         alignas(64) int32_t weights[R][KEYS / PER_UNIT];
         float factors[R];
-        const int32_t *q = queries + row * units;
-        wide_product<R>(q, units, keys, KEYS, units, scores[0], KEYS, nullptr, vectors);
+        const int64_t vectors = slabs * SLAB / W;
+        multiply_all_keys<R>(queries + row * units, 0, vectors, scores[0]);
         for (int r = 0; r < R; r++) {
             const int64_t position = tile.first_position + (row + r) / group;
             const int64_t last = position - block;
@@ -218,7 +278,7 @@ struct Attend {
             for (int64_t v = 0; v < vectors; v++) {
                 const F weight = exp2(load<F>(scores[r] + v * W) - after);
                 sum += weight;
-                if constexpr (PAIRS)
+                if constexpr (PER_UNIT == 2)
                     store(weights[r] + v * W / 2, narrow(to_bf16(weight)));
                 else
                     store(weights[r] + v * W, weight);
@@ -226,15 +286,14 @@ struct Attend {
             store(sums, sum);
             *mosts = after;
         }
-        wide_product<R>(weights[0], KEYS / PER_UNIT, values, padded,
-                        vectors * W / PER_UNIT, state.out + row * padded, padded, factors, padded / W);
+        add_all_values<R>(weights[0], slabs, 0, factors, state.out + row * padded);
     }
 
     template <int R = STRIP>
-    void look_some(int64_t num, int64_t row, int64_t block, int64_t vectors, const State &state) {
+    void look_some(int64_t num, int64_t row, int64_t block, int64_t slabs, const State &state) {
         if constexpr (R > 1)
-            if (num < R) return look_some<R - 1>(num, row, block, vectors, state);
-        look<R>(row, block, vectors, state);
+            if (num < R) return look_some<R - 1>(num, row, block, slabs, state);
+        look<R>(row, block, slabs, state);
     }
 
     void run(const State &state) {
@@ -242,34 +301,28 @@ struct Attend {
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t head = tile.kv_head * group + row % group;
             const Element *q = static_cast<const Element *>(call.q) + (first_token() + row / group) * call.q_stride +
-                               head * call.head_dim;
-            for (int64_t unit = 0; unit < units; unit += W)
-                store(queries + row * units + unit, get_units(q, unit, units), units - unit);
+                               head * dim;
+            std::memcpy(queries + row * units, q, 4 * units);
         }
-        for (int64_t i = 0; i < num_rows * padded; i++) state.out[i] = 0.0f;
-        for (int64_t i = 0; i < num_rows * LANES; i++) state.sums[i] = 0.0f;
+        std::memset(state.out, 0, 4 * num_rows * padded);
+        std::memset(state.sums, 0, 4 * num_rows * LANES);
         for (int64_t i = 0; i < num_rows; i++) state.most[i] = UNSEEN;
-        for (int64_t i = 0; i < call.head_dim; i++) zeros[i] = 0;
-        find(tile.first_key / KEYS * KEYS);
+        std::memset(zeros, 0, 4 * slab_units);
         for (int64_t block = tile.first_key / KEYS * KEYS; block < tile.end_key; block += KEYS) {
-            pack();
-            find(block + KEYS);
+            find(block);
+            if (block + KEYS < tile.end_key)
+                look_ahead(tile, block + KEYS);
+            else
+                look_ahead(next, next.first_key / KEYS * KEYS);
             for (int64_t row = 0; row < num_rows; row += STRIP) {
                 const int64_t num = least(STRIP, num_rows - row);
                 const int64_t first = tile.first_position + row / group;
                 const int64_t last = tile.first_position + (row + num - 1) / group;
                 const int64_t seen = least(last + 1, tile.end_key) - block;
                 if (seen <= 0 || (call.window && first - call.window + 1 >= block + KEYS)) continue;
-                look_some(num, row, block, up_to(least(seen, KEYS), W) / W, state);
+                look_some(num, row, block, up_to(least(seen, KEYS), SLAB) / SLAB, state);
             }
         }
-    }
-
-    INLINE void put(Element *to, const F *sums, int64_t unit) const {
-        if constexpr (PAIRS)
-            store(to + 2 * unit, to_bf16(sums[0]) | (to_bf16(sums[1]) << 16), units - unit);
-        else
-            T::put(to + unit, sums[0], units - unit);
     }
 
     void finish(const State *pieces, int64_t num_pieces) const {
@@ -283,28 +336,19 @@ struct Attend {
             for (int64_t i = 0; i < num_pieces; i++)
                 total += sum_of_all(load<F>(pieces[i].sums + row * LANES))[0] * exp2(splat(pieces[i].most[row] - most))[0];
             Element *to = static_cast<Element *>(call.out) +
-                          ((first_token() + row / group) * call.num_heads + head) * call.head_dim;
-            for (int64_t unit = 0; unit < units; unit += W) {
-                F sums[PER_UNIT] = {};
-                for (int64_t i = 0; i < num_pieces; i++) {
-                    const F factor = exp2(splat(pieces[i].most[row] - most));
-                    for (int part = 0; part < PER_UNIT; part++)
-                        sums[part] = fma(load<F>(pieces[i].out + row * padded + unit * PER_UNIT + part * W), factor,
-                                         sums[part]);
-                }
-                for (int part = 0; part < PER_UNIT; part++) sums[part] = sums[part] / total;
-                put(to, sums, unit);
+                          ((first_token() + row / group) * call.num_heads + head) * dim;
+            for (int64_t at = 0; at < dim; at += W) {
+                F sum = {};
+                for (int64_t i = 0; i < num_pieces; i++)
+                    sum = fma(load<F>(pieces[i].out + row * padded + at), exp2(splat(pieces[i].most[row] - most)), sum);
+                T::put(to + at, sum / total, dim - at);
             }
         }
     }
 };
 
-#ifdef HAS_BF16
-using Narrow = Attend<BFloat16, true>;
-#else
-using Narrow = Attend<BFloat16, false>;
-#endif
-using Wide = Attend<Float, false>;
+using Narrow = Attend<BFloat16>;
+using Wide = Attend<Float>;
 
 int64_t padded_dim(const PacelineAttention &call) {
     return call.is_bf16 ? Narrow::padded_dim(call) : Wide::padded_dim(call);
@@ -314,18 +358,18 @@ int64_t scratch_bytes(const PacelineAttention &call) {
     return call.is_bf16 ? Narrow::scratch_bytes(call) : Wide::scratch_bytes(call);
 }
 
-void attend(const PacelineAttention &call, const Tile &tile, const State &state, char *scratch) {
+void attend(const PacelineAttention &call, const Tile &tile, const Tile &next, const State &state, char *scratch) {
     if (call.is_bf16)
-        Narrow(call, tile, scratch).run(state);
+        Narrow(call, tile, next, scratch).run(state);
     else
-        Wide(call, tile, scratch).run(state);
+        Wide(call, tile, next, scratch).run(state);
 }
 
 void finish(const PacelineAttention &call, const Tile &tile, const State *pieces, int64_t num_pieces) {
     if (call.is_bf16)
-        Narrow(call, tile, nullptr).finish(pieces, num_pieces);
+        Narrow(call, tile, tile, nullptr).finish(pieces, num_pieces);
     else
-        Wide(call, tile, nullptr).finish(pieces, num_pieces);
+        Wide(call, tile, tile, nullptr).finish(pieces, num_pieces);
 }
 
 }  // namespace

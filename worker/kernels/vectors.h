@@ -93,16 +93,6 @@ constexpr auto swapped(std::integer_sequence<int, j...>) {
     return std::integer_sequence<int, (j ^ S)...>{};
 }
 
-template <int S, int... j>
-constexpr auto low_side(std::integer_sequence<int, j...>) {
-    return std::integer_sequence<int, (j & S ? W + j - S : j)...>{};
-}
-
-template <int S, int... j>
-constexpr auto high_side(std::integer_sequence<int, j...>) {
-    return std::integer_sequence<int, (j & S ? W + j : j + S)...>{};
-}
-
 using Lanes = std::make_integer_sequence<int, W>;
 
 template <int S = W / 2>
@@ -120,44 +110,6 @@ INLINE F sum_of_all(F x) {
     else
         return sum_of_all<S / 2>(x + shuffle(x, x, swapped<S>(Lanes{})));
 }
-
-// Rows become columns: blocks of S swap sides, for every power of two.
-template <int S = 1>
-INLINE void transpose(I *r) {
-    if constexpr (S < W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++)
-            if (!(i & S)) {
-                const I low = shuffle(r[i], r[i + S], low_side<S>(Lanes{}));
-                r[i + S] = shuffle(r[i], r[i + S], high_side<S>(Lanes{}));
-                r[i] = low;
-            }
-        transpose<2 * S>(r);
-    }
-}
-
-#if W == 16
-// Of 16 rows the four units from `at` on as columns. Fourths of rows meet when they are loaded, so that only fourths are
-// left to be transposed: half of the shuffles.
-template <class Element>
-INLINE void transpose_quarter(const Element *const *rows, int64_t at, I *columns) {
-    __m512i r[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[i] + at)));
-#pragma GCC unroll 4
-        for (int part = 1; part < 4; part++)
-            r[i] = _mm512_mask_broadcast_i32x4(r[i], __mmask16(15 << 4 * part),
-                                               _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[4 * part + i] + at)));
-    }
-    const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
-    const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
-    columns[0] = (I)_mm512_unpacklo_epi64(a, c);
-    columns[1] = (I)_mm512_unpackhi_epi64(a, c);
-    columns[2] = (I)_mm512_unpacklo_epi64(b, d);
-    columns[3] = (I)_mm512_unpackhi_epi64(b, d);
-}
-#endif
 
 // 2^x; 0 far below -126, and what is no number stays so. Taylor's terms over half a unit: within 2 of 2^-24 of the result.
 INLINE F exp2(F x) {

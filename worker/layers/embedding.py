@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paceline.worker.kernels import elements
 from paceline.worker.layers.linear import Packed, pack
 from paceline.worker.parallel import Groups
 from paceline.worker.quant.formats import Format
@@ -86,6 +87,8 @@ class Head(nn.Module):
         if self.rows is None or (self.dtype == torch.float32 and self.format is None):
             return rough
         logits = rough.float()
+        if elements.takes(logits, self.rows.dtype) and self.rows.is_contiguous():
+            return elements.rescore_(logits, x, self.rows, self.num_exact)
         best = top_indices(logits, min(self.num_exact, logits.shape[1]))  # [rows, num_exact]
         exact = torch.bmm(self.rows[best].float(), x.unsqueeze(2)).squeeze(2)
         return logits.scatter_(1, best, exact)

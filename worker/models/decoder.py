@@ -131,7 +131,10 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec, factory["dtype"])
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attn: StepAttention) -> torch.Tensor:
-        turns = self.rotary(positions)
+        return self.through(x, self.rotary(positions), attn)
+
+    def through(self, x: torch.Tensor, turns: Turns, attn: StepAttention) -> torch.Tensor:
+        """x: fp32 [tokens, hidden], before this stage's layers. Returns it after them."""
         for layer in self.layers.values():
             x = layer(x, turns, attn)
         return x

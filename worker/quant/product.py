@@ -40,7 +40,7 @@ class _Weight(ctypes.Structure):
 class KernelProduct:
     """Holds the weight in panels, and no other copy of it."""
 
-    def __init__(self, weight: NarrowWeight, bias: torch.Tensor | None, run: Run, num_threads: int):
+    def __init__(self, weight: NarrowWeight, bias: torch.Tensor | None, run: Run):
         format = weight.format
         self.out_size, in_size = weight.values.shape
         self.is_bf16 = format is BF16
@@ -61,7 +61,7 @@ class KernelProduct:
             planes=format.input_bits // 8,
         )
         self._at = ctypes.addressof(self._weight)
-        self._run, self._num_threads = run, num_threads
+        self._run = run
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,6 @@ class KernelProduct:
             _pointer(add),
             y.data_ptr(),
             y.dtype == torch.bfloat16,
-            self._num_threads,
         )
         return y
 
@@ -114,9 +113,7 @@ class PlainProduct:
 def product_of(weight: NarrowWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> KernelProduct | PlainProduct:
     """``bias``: [out] or None; ``dtype`` is the one computed in."""
     run = _kernel()
-    return (
-        PlainProduct(weight, bias, dtype) if run is None else KernelProduct(weight, bias, run, torch.get_num_threads())
-    )
+    return PlainProduct(weight, bias, dtype) if run is None else KernelProduct(weight, bias, run)
 
 
 def product_bytes(format: Format, in_size: int, out_size: int, dtype: torch.dtype) -> int:
@@ -148,7 +145,7 @@ def _kernel() -> Run | None:
         return None
     run = library.paceline_linear
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    run.argtypes = [pointer, pointer, integer, ctypes.c_int64, pointer, pointer, integer, integer]
+    run.argtypes = [pointer, pointer, integer, ctypes.c_int64, pointer, pointer, integer]
     run.restype = None
     return run
 
