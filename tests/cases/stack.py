@@ -148,7 +148,7 @@ class Stack:
         rank = Rank(config.rank, on_phase=on_phase)
         if self._script is not None:
             model = Scripted(rank.runner.model, self._script, rank.card.vocab_size)
-            rank.runner = dataclasses.replace(rank.runner, model=model)
+            rank.runner = dataclasses.replace(rank.runner, model=model, layers=model)
         self.executors.append(Breaking(rank))
         return Loaded(self.executors[-1], rank.card, rank.num_kv_blocks, rank.describe(), 1, (rank.held,))
 
