@@ -52,7 +52,7 @@ struct PacelineAttention {
 namespace paceline {
 
 constexpr int SLAB = 16;      // keys that lie side by side
-constexpr int KEYS = 64;      // keys that a tile looks at in one go; they begin at multiples of it
+constexpr int KEYS = 128;     // keys that a tile looks at in one go; they begin at multiples of it
 constexpr int PIECE = 1024;   // keys of one piece of a context, a multiple of KEYS; also from a multiple of it on
 constexpr int STRIP = 6;      // query rows whose sums stay in registers
 constexpr int MOST_ROWS = 96; // query rows of a tile, which share its packed keys and values

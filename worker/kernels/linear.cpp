@@ -130,9 +130,16 @@ inline void put(const __m512 value, void *y, int y_is_bf16, int64_t at, __mmask1
         _mm512_mask_storeu_ps(static_cast<float *>(y) + at, mask, value);
 }
 
+// What a tile asks of memory, a step for each quad of its own.
+struct Ahead {
+    const char *at;
+    int64_t step;
+};
+
 // One panel for MR rows from `row`.
 template <int BITS, bool MINIMUM, int PLANES, int MR>
-void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, const float *add, void *y, int y_is_bf16) {
+void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ahead next, const float *add, void *y,
+          int y_is_bf16) {
     constexpr bool INTEGER = BITS != 16;
     constexpr int QUAD = INTEGER ? 4 : 2;            // inputs
     constexpr int64_t BYTES = BITS == 4 ? 64 : 128;  // of a panel's quad
@@ -154,8 +161,9 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, co
         }
         for (int64_t q = 0; q < quads; q++) {
             __m512i a, b;
-            _mm_prefetch(reinterpret_cast<const char *>(values) + AHEAD, _MM_HINT_T0);
-            if (BYTES > 64) _mm_prefetch(reinterpret_cast<const char *>(values) + AHEAD + 64, _MM_HINT_T0);
+            _mm_prefetch(next.at, _MM_HINT_T0);
+            if (BYTES > 64) _mm_prefetch(next.at + 64, _MM_HINT_T0);
+            next.at += next.step;
             load_pair<BITS>(values, a, b);
             values += BYTES;
 #pragma GCC unroll 2
@@ -213,13 +221,13 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, co
 
 // The tile of `wanted` rows, of at most MR.
 template <int BITS, bool MINIMUM, int PLANES, int MR>
-void run_tile(int wanted, const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, const float *add, void *y,
-              int y_is_bf16) {
+void run_tile(int wanted, const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ahead next,
+              const float *add, void *y, int y_is_bf16) {
     if constexpr (MR > 0) {
         if (wanted < MR)
-            run_tile<BITS, MINIMUM, PLANES, MR - 1>(wanted, w, x, panel, row, add, y, y_is_bf16);
+            run_tile<BITS, MINIMUM, PLANES, MR - 1>(wanted, w, x, panel, row, next, add, y, y_is_bf16);
         else
-            tile<BITS, MINIMUM, PLANES, MR>(w, x, panel, row, add, y, y_is_bf16);
+            tile<BITS, MINIMUM, PLANES, MR>(w, x, panel, row, next, add, y, y_is_bf16);
     }
 }
 
@@ -231,6 +239,9 @@ void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const flo
     const int64_t panels = (w.out_size + PANEL - 1) / PANEL;
     const int64_t per_piece = 1 + panels / (PIECES * team.num_threads), pieces = (panels + per_piece - 1) / per_piece;
     const int64_t blocks = (num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    constexpr int64_t step = BITS == 4 ? 64 : 128;  // bytes of a panel's quad
+    const int64_t bytes = w.in_size / (BITS == 16 ? 2 : 4) * step;
+    const char *at = static_cast<const char *>(w.values);
     for (int64_t piece; (piece = team.take()) < blocks * pieces;) {
         const int64_t block = piece / pieces * ROWS_AT_ONCE, begin = piece % pieces * per_piece;
         const int64_t end = begin + per_piece < panels ? begin + per_piece : panels;
@@ -239,7 +250,10 @@ void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const flo
         for (int64_t panel = begin; panel < end; panel++)
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
-                run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, add, y, y_is_bf16);
+                // A single tile reads as fast as memory gives; of several each asks for a part of the next panel.
+                const Ahead next = tiles == 1 ? Ahead{at + panel * bytes + AHEAD, step}
+                                              : Ahead{at + (panel + 1) * bytes + bytes * t / tiles, step / tiles};
+                run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, next, add, y, y_is_bf16);
             }
     }
 }
