@@ -17,23 +17,24 @@ from tests.worker.families import FAMILIES
 
 needs_kernel = pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
 CAPACITY = 40
+ONES = torch.ones(8)
 
 
 @pytest.fixture(params=["bf16", *FORMATS])
 def layer(request):
-    """A product, a norm of it, and a product of that: x fp32 [tokens, 64] -> fp32 [tokens, 64]."""
+    """Norms and products in turn: x fp32 [tokens, 64] -> fp32 [tokens, 64]."""
     torch.manual_seed(0)
-    weights = [torch.randn(96, 64) * 0.1, torch.randn(64, 96) * 0.1]
+    weights = [torch.randn(128, 64) * 0.1, torch.randn(64, 128) * 0.1]
     narrow = [
         NarrowWeight(BF16, weight.bfloat16()) if request.param == "bf16" else FORMATS[request.param].narrow(weight)
         for weight in weights
     ]
     up, down = (KernelProduct(weight, None, product._kernel()) for weight in narrow)
-    ones = torch.ones(96)
+    ones = torch.ones(128)
 
     def compute(x):
-        wide = up(x.bfloat16() if x.dtype == torch.bfloat16 else x, dtype=torch.float32)
-        return down(elements.rms_norm(wide, ones, 1e-5, torch.bfloat16), x.float())
+        wide = up(elements.rms_norm(x, ones[:64], 1e-5, torch.bfloat16), dtype=torch.float32)
+        return down(elements.rms_norm(wide, ones, 1e-5, torch.bfloat16), x)
 
     return compute
 
@@ -87,7 +88,7 @@ def test_a_view_keeps_the_memory_of_what_was_let_go():
         (lambda x: x + 1, "add"),
         (lambda x: x.bfloat16(), "to"),
         (lambda x: x.t().contiguous(), "contiguous|clone"),
-        (lambda x: elements.rms_norm(x[:3], torch.ones(8), 1e-5, torch.float32), "rows"),
+        (lambda x: elements.rms_norm(x[:3], ONES, 1e-5, torch.float32), "rows"),
     ],
 )
 def test_what_no_kernel_does_is_refused_by_name_and_calls_work_as_before(compute, reason):
@@ -95,7 +96,7 @@ def test_what_no_kernel_does_is_refused_by_name_and_calls_work_as_before(compute
     with torch.inference_mode():
         with pytest.raises(NotOurs, match=reason):
             Program(lambda: compute(x), 16)
-        assert torch.equal(elements.rms_norm(x, torch.ones(8), 0.0, torch.float32), x)
+        assert torch.equal(elements.rms_norm(x, ONES, 0.0, torch.float32), x)
 
 
 def steps(rank) -> list[list[int]]:

@@ -60,24 +60,35 @@ void paceline_linear(const PacelineWeight *, const void *, int, int64_t, const f
 namespace {
 
 constexpr int PANEL = 32;
-constexpr int64_t ROWS_AT_ONCE = 192;  // of x, so that they stay in the L2 cache while panels pass
+constexpr int MOST = 12;               // rows of a strip; of two planes half of it
+constexpr int64_t STRIPS_AT_ONCE = 16; // so that they stay in the L2 cache while panels pass
 constexpr int64_t AHEAD = 2048;        // bytes of weights that are asked of memory before they are needed
 constexpr int64_t ALONE = 1 << 18;     // products, below which waking another thread takes longer
 constexpr int64_t PIECES = 4;          // of a call for each thread: what one is late with another takes over
 
-// Rows of x as the product takes them.
+// Rows are multiplied in strips, whose sums stay in registers: of about the same number of rows, at most so many.
+struct Strips {
+    int64_t num_rows, count;
+
+    Strips(int64_t num_rows, int64_t most) : num_rows(num_rows), count((num_rows + most - 1) / most) {}
+
+    int64_t begin(int64_t strip) const { return num_rows * strip / count; }
+    int64_t size(int64_t strip) const { return begin(strip + 1) - begin(strip); }
+};
+
+// Rows of x as integers, strip by strip, and what is known of each group of a row. Where a strip of MR rows begins at `row`:
+// values of a plane [in / 4][MR][4], the others [groups][MR].
 struct Rows {
-    int8_t *values;    // [planes][rows][stride]
-    int32_t *sums;     // [planes][rows][groups], of values
-    float *scales;     // [rows][groups], or with two planes [rows]
-    float *sums_of_x;  // [rows][groups], in units of the scale with two planes
-    int64_t stride;    // bytes
+    int8_t *values;    // of the first plane; those of the second follow
+    int32_t *sums;     // of values, in planes too
+    float *scales;     // with two planes one of each row
+    float *sums_of_x;  // in units of the scale with two planes
     int64_t num_rows;
+    int64_t in_size;
     int64_t num_groups;
 
-    int8_t *of(int plane, int64_t row) const { return values + (plane * num_rows + row) * stride; }
-    int64_t at(int64_t row, int64_t group) const { return row * num_groups + group; }
-    int32_t &sum(int plane, int64_t row, int64_t group) const { return sums[at(plane * num_rows + row, group)]; }
+    int8_t *of(int plane, int64_t row) const { return values + (plane * num_rows + row) * in_size; }
+    int32_t *sums_of(int plane, int64_t row) const { return sums + (plane * num_rows + row) * num_groups; }
 };
 
 inline __m512 load16(const void *x, bool is_bf16, int64_t at) {
@@ -86,8 +97,11 @@ inline __m512 load16(const void *x, bool is_bf16, int64_t at) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-inline void store16(int8_t *to, __m512i values) {
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(values));
+// Quads lie so many bytes apart.
+inline void store16(int8_t *to, int64_t stride, __m512i values) {
+    int32_t quads[4];
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(quads), _mm512_cvtepi32_epi8(values));
+    for (int i = 0; i < 4; i++) std::memcpy(to + i * stride, quads + i, 4);
 }
 
 inline float largest(const void *x, bool is_bf16, int64_t at, int64_t size) {
@@ -145,19 +159,23 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ah
     constexpr int64_t BYTES = BITS == 4 ? 64 : 128;  // of a panel's quad
     const int64_t num_groups = w.in_size / w.group, quads = w.group / QUAD;
     const uint8_t *values = static_cast<const uint8_t *>(w.values) + panel * (w.in_size / QUAD) * BYTES;
-    __m512 total[MR][2];
+    // Sums of integers take the registers, and totals wait in the nearest cache; bf16 has totals only.
+    alignas(64) float totals[INTEGER ? MR : 1][PANEL];
+    __m512 total[INTEGER ? 1 : MR][2];
+    const int64_t row_bytes = w.in_size * 2;  // of x in bf16
+    const int64_t known = row * num_groups;   // where the strip's begins
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = _mm512_setzero_ps();
+    for (int m = 0; m < (INTEGER ? 0 : MR); m++) total[m][0] = total[m][1] = _mm512_setzero_ps();
     for (int64_t g = 0; g < num_groups; g++) {
         __m512i sum[PLANES][MR][2];
         const int8_t *inputs[PLANES];
 #pragma GCC unroll 2
         for (int p = 0; p < PLANES; p++) {
-            inputs[p] = x.of(p, row) + g * quads * 4;
+            inputs[p] = INTEGER ? x.of(p, row) + g * quads * 4 * MR : x.values + row * row_bytes;
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++)
                 sum[p][m][0] = sum[p][m][1] = !INTEGER || MINIMUM ? _mm512_setzero_si512()
-                                                                  : _mm512_set1_epi32(-w.zero * x.sum(p, row + m, g));
+                                                                  : _mm512_set1_epi32(-w.zero * x.sums_of(p, row)[g * MR + m]);
         }
         for (int64_t q = 0; q < quads; q++) {
             __m512i a, b;
@@ -171,9 +189,9 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ah
 #pragma GCC unroll 16
                 for (int m = 0; m < MR; m++) {
                     int32_t quad;
-                    std::memcpy(&quad, inputs[p] + m * x.stride + q * 4, 4);
+                    std::memcpy(&quad, inputs[p] + (INTEGER ? (q * MR + m) * 4 : m * row_bytes + q * 4), 4);
                     const __m512i in = _mm512_set1_epi32(quad);
-                    if (INTEGER) {
+                    if constexpr (INTEGER) {
                         add_products(sum[p][m][0], a, in);
                         add_products(sum[p][m][1], b, in);
                     } else {
@@ -182,7 +200,7 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ah
                     }
                 }
         }
-        if (!INTEGER) continue;
+        if constexpr (!INTEGER) continue;
 #pragma GCC unroll 2
         for (int side = 0; side < 2; side++) {
             const int64_t at = (panel * num_groups + g) * PANEL + side * 16;
@@ -190,15 +208,15 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ah
             const __m512 minimum = MINIMUM ? half16(w.minimums, at) : scale;
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++) {
+                float *to = totals[INTEGER ? m : 0] + side * 16;
                 __m512 part = _mm512_cvtepi32_ps(sum[0][m][side]);
                 if (PLANES == 2)
                     part = _mm512_fmadd_ps(part, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sum[PLANES - 1][m][side]));
                 else
-                    part = _mm512_mul_ps(part, _mm512_set1_ps(x.scales[x.at(row + m, g)]));
-                total[m][side] = _mm512_fmadd_ps(part, scale, total[m][side]);
-                if (MINIMUM)
-                    total[m][side] =
-                        _mm512_fmadd_ps(_mm512_set1_ps(x.sums_of_x[x.at(row + m, g)]), minimum, total[m][side]);
+                    part = _mm512_mul_ps(part, _mm512_set1_ps(x.scales[known + g * MR + m]));
+                part = g ? _mm512_fmadd_ps(part, scale, _mm512_load_ps(to)) : _mm512_mul_ps(part, scale);
+                if (MINIMUM) part = _mm512_fmadd_ps(_mm512_set1_ps(x.sums_of_x[known + g * MR + m]), minimum, part);
+                _mm512_store_ps(to, part);
             }
         }
     }
@@ -209,7 +227,7 @@ void tile(const PacelineWeight &w, const Rows &x, int64_t panel, int64_t row, Ah
         const __mmask16 mask = first(w.out_size - column);
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++) {
-            __m512 out = total[m][side];
+            __m512 out = INTEGER ? _mm512_load_ps(totals[INTEGER ? m : 0] + side * 16) : total[INTEGER ? 0 : m][side];
             if (INTEGER && PLANES == 2) out = _mm512_mul_ps(out, _mm512_set1_ps(x.scales[row + m]));
             if (w.bias) out = _mm512_add_ps(out, _mm512_loadu_ps(w.bias + column));
             const int64_t at = (row + m) * w.out_size + column;
@@ -235,63 +253,75 @@ void run_tile(int wanted, const PacelineWeight &w, const Rows &x, int64_t panel,
 template <int BITS, bool MINIMUM, int PLANES>
 void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const float *add, void *y, int y_is_bf16,
              const paceline::Team &team) {
-    constexpr int MOST = BITS == 16 ? 12 : PLANES == 1 ? 6 : 4;  // rows whose sums stay in registers
-    const int64_t panels = (w.out_size + PANEL - 1) / PANEL;
+    constexpr int64_t STEP = BITS == 4 ? 64 : 128;  // bytes of a panel's quad
+    const int64_t panels = (w.out_size + PANEL - 1) / PANEL, bytes = w.in_size / (BITS == 16 ? 2 : 4) * STEP;
     const int64_t per_piece = 1 + panels / (PIECES * team.num_threads), pieces = (panels + per_piece - 1) / per_piece;
-    const int64_t blocks = (num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    constexpr int64_t step = BITS == 4 ? 64 : 128;  // bytes of a panel's quad
-    const int64_t bytes = w.in_size / (BITS == 16 ? 2 : 4) * step;
+    const Strips strips(num_rows, MOST / PLANES);
+    const int64_t blocks = (strips.count + STRIPS_AT_ONCE - 1) / STRIPS_AT_ONCE;
     const char *at = static_cast<const char *>(w.values);
     for (int64_t piece; (piece = team.take()) < blocks * pieces;) {
-        const int64_t block = piece / pieces * ROWS_AT_ONCE, begin = piece % pieces * per_piece;
-        const int64_t end = begin + per_piece < panels ? begin + per_piece : panels;
-        const int64_t rows = num_rows - block < ROWS_AT_ONCE ? num_rows - block : ROWS_AT_ONCE;
-        const int64_t tiles = (rows + MOST - 1) / MOST;
+        const int64_t begin = piece % pieces * per_piece, end = begin + per_piece < panels ? begin + per_piece : panels;
+        const int64_t first = piece / pieces * STRIPS_AT_ONCE;
+        const int64_t count = strips.count - first < STRIPS_AT_ONCE ? strips.count - first : STRIPS_AT_ONCE;
         for (int64_t panel = begin; panel < end; panel++)
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t from = rows * t / tiles, to = rows * (t + 1) / tiles;
-                // A single tile reads as fast as memory gives; of several each asks for a part of the next panel.
-                const Ahead next = tiles == 1 ? Ahead{at + panel * bytes + AHEAD, step}
-                                              : Ahead{at + (panel + 1) * bytes + bytes * t / tiles, step / tiles};
-                run_tile<BITS, MINIMUM, PLANES, MOST>(int(to - from), w, x, panel, block + from, next, add, y, y_is_bf16);
+            for (int64_t s = 0; s < count; s++) {
+                // A single strip reads as fast as memory gives; of several each asks for a part of the next panel.
+                const Ahead next = count == 1 ? Ahead{at + panel * bytes + AHEAD, STEP}
+                                              : Ahead{at + (panel + 1) * bytes + bytes * s / count, STEP / count};
+                run_tile<BITS, MINIMUM, PLANES, MOST / PLANES>(int(strips.size(first + s)), w, x, panel,
+                                                               strips.begin(first + s), next, add, y, y_is_bf16);
             }
     }
 }
 
 // One row of x as integers, of 8 bits or, in two planes, of 16: 256 * high + low, low in [-128, 127].
+// It is one of a strip of `size` rows from `begin` on.
 template <int PLANES>
-void prepare(const PacelineWeight &w, const void *x, bool is_bf16, int64_t row, const Rows &to) {
+void prepare(const PacelineWeight &w, const void *x, bool is_bf16, int64_t row, int64_t begin, int64_t size,
+             const Rows &to) {
     constexpr float LIMIT = PLANES == 1 ? 127.0f : 127.0f * 256.0f;
-    const int64_t first = row * w.in_size;
+    const int64_t first = row * w.in_size, number = row - begin, known = begin * to.num_groups + number;
     float most = PLANES == 2 ? largest(x, is_bf16, first, w.in_size) : 0.0f;
     if (PLANES == 2) to.scales[row] = most / LIMIT;
     for (int64_t g = 0; g < to.num_groups; g++) {
-        const int64_t begin = g * w.group;
         if (PLANES == 1) {
-            most = largest(x, is_bf16, first + begin, w.group);
-            to.scales[to.at(row, g)] = most / LIMIT;
+            most = largest(x, is_bf16, first + g * w.group, w.group);
+            to.scales[known + g * size] = most / LIMIT;
         }
         const __m512 inverse = _mm512_set1_ps(most > 0 ? LIMIT / most : 0.0f);
         __m512i sum_high = _mm512_setzero_si512(), sum_low = sum_high;
-        for (int64_t k = begin; k < begin + w.group; k += 16) {
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 16) {
             const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load16(x, is_bf16, first + k), inverse));
+            const int64_t at = k * size + number * 4;
             __m512i high = whole;
             if (PLANES == 2) {
                 high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
                 const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
                 sum_low = _mm512_add_epi32(sum_low, low);
-                store16(to.of(1, row) + k, low);
+                store16(to.of(1, begin) + at, size * 4, low);
             }
             sum_high = _mm512_add_epi32(sum_high, high);
-            store16(to.of(0, row) + k, high);
+            store16(to.of(0, begin) + at, size * 4, high);
         }
-        const int32_t of_high = to.sum(0, row, g) = _mm512_reduce_add_epi32(sum_high);
+        const int32_t of_high = to.sums_of(0, begin)[g * size + number] = _mm512_reduce_add_epi32(sum_high);
         float sum = float(of_high);
         if (PLANES == 2)
-            sum = sum * 256.0f + float(to.sum(1, row, g) = _mm512_reduce_add_epi32(sum_low));
+            sum = sum * 256.0f + float(to.sums_of(1, begin)[g * size + number] = _mm512_reduce_add_epi32(sum_low));
         else
-            sum *= to.scales[to.at(row, g)];
-        to.sums_of_x[to.at(row, g)] = sum;
+            sum *= to.scales[known + g * size];
+        to.sums_of_x[known + g * size] = sum;
+    }
+}
+
+// A team's share.
+template <int PLANES>
+void prepare_all(const PacelineWeight &w, const void *x, bool is_bf16, const Rows &to, const paceline::Team &team) {
+    const Strips strips(to.num_rows, MOST / PLANES);
+    const int64_t first = team.begin(to.num_rows), last = team.end(to.num_rows);
+    for (int64_t strip = 0; strip < strips.count; strip++) {
+        const int64_t begin = strips.begin(strip), end = strips.begin(strip + 1);
+        for (int64_t row = first > begin ? first : begin; row < (last < end ? last : end); row++)
+            prepare<PLANES>(w, x, is_bf16, row, begin, end - begin, to);
     }
 }
 
@@ -317,21 +347,19 @@ public:
     void run(int64_t num_rows, const paceline::Team &team) const override {
         Rows rows{};
         rows.num_rows = num_rows;
+        rows.in_size = w_.in_size;
         if (w_.bits == 16) {
             rows.values = static_cast<int8_t *>(const_cast<void *>(x_));  // read only
-            rows.stride = w_.in_size * 2;
             return product<16, false, 1>(w_, rows, num_rows, add_, y_, y_is_bf16_, team);
         }
-        rows.stride = w_.in_size;
         rows.num_groups = w_.in_size / w_.group;
         const int64_t groups = num_rows * rows.num_groups;
         char *at = team.shared;
-        rows.values = reinterpret_cast<int8_t *>(at), at += up(num_rows * w_.planes * rows.stride);
+        rows.values = reinterpret_cast<int8_t *>(at), at += up(num_rows * w_.planes * rows.in_size);
         rows.sums = reinterpret_cast<int32_t *>(at), at += up(groups * w_.planes * 4);
         rows.scales = reinterpret_cast<float *>(at), at += up(groups * 4);
         rows.sums_of_x = reinterpret_cast<float *>(at);
-        for (int64_t row = team.begin(num_rows); row < team.end(num_rows); row++)
-            w_.planes == 2 ? prepare<2>(w_, x_, x_is_bf16_, row, rows) : prepare<1>(w_, x_, x_is_bf16_, row, rows);
+        (w_.planes == 2 ? prepare_all<2> : prepare_all<1>)(w_, x_, x_is_bf16_, rows, team);
         team.meet();
         const auto run = w_.bits == 8 ? (w_.minimums ? (w_.planes == 2 ? product<8, true, 2> : product<8, true, 1>)
                                                      : (w_.planes == 2 ? product<8, false, 2> : product<8, false, 1>))

@@ -5,7 +5,7 @@ inputs, as ggml's files have them too. Numbers only: how they are multiplied is 
 
     int8   8 bits, a scale and a minimum per group of 32, which holds what 4 bits held; inputs at 16 bits, which is more
            than bfloat16 has
-    w8a8   the same weights; inputs at 8 bits, with a scale for each group of a row's inputs
+    w8a8   8 bits per group of 64; inputs at 8 bits, with a scale for each group of a row's inputs
     int4   4 bits, a scale and a minimum per group of 32, as Q4_1; inputs as for int8
     gguf   as the file: Q4_0, Q4_1 and Q8_0 keep their integers, others become int8
 """
@@ -91,7 +91,7 @@ KEPT = {
 }
 FORMATS = {
     "int8": Format(8, group=32, has_minimum=True),
-    "w8a8": Format(8, group=32, has_minimum=True, input_bits=8),
+    "w8a8": Format(8, group=64, has_minimum=True, input_bits=8),
     "int4": KEPT["Q4_1"],
 }
 NAMES = (*FORMATS, "gguf")
