@@ -20,3 +20,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with suppress(OSError):  # a system that was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(dtype).view(shape)
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Its contents, here."""
+    return zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)

@@ -64,7 +64,6 @@ constexpr int MOST = 12;               // rows of a strip; of two planes half of
 constexpr int64_t STRIPS_AT_ONCE = 16; // so that they stay in the L2 cache while panels pass
 constexpr int64_t AHEAD = 2048;        // bytes of weights that are asked of memory before they are needed
 constexpr int64_t ALONE = 1 << 18;     // products, below which waking another thread takes longer
-constexpr int64_t PIECES = 4;          // of a call for each thread: what one is late with another takes over
 
 // Rows are multiplied in strips, whose sums stay in registers: of about the same number of rows, at most so many.
 struct Strips {
@@ -255,15 +254,14 @@ void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const flo
              const paceline::Team &team) {
     constexpr int64_t STEP = BITS == 4 ? 64 : 128;  // bytes of a panel's quad
     const int64_t panels = (w.out_size + PANEL - 1) / PANEL, bytes = w.in_size / (BITS == 16 ? 2 : 4) * STEP;
-    const int64_t per_piece = 1 + panels / (PIECES * team.num_threads), pieces = (panels + per_piece - 1) / per_piece;
     const Strips strips(num_rows, MOST / PLANES);
     const int64_t blocks = (strips.count + STRIPS_AT_ONCE - 1) / STRIPS_AT_ONCE;
     const char *at = static_cast<const char *>(w.values);
-    for (int64_t piece; (piece = team.take()) < blocks * pieces;) {
-        const int64_t begin = piece % pieces * per_piece, end = begin + per_piece < panels ? begin + per_piece : panels;
-        const int64_t first = piece / pieces * STRIPS_AT_ONCE;
-        const int64_t count = strips.count - first < STRIPS_AT_ONCE ? strips.count - first : STRIPS_AT_ONCE;
-        for (int64_t panel = begin; panel < end; panel++)
+    paceline::Walk walk;
+    for (int64_t begin, end; team.take_some(blocks * panels, walk, begin, end);)
+        for (int64_t piece = begin; piece < end; piece++) {
+            const int64_t panel = piece % panels, first = piece / panels * STRIPS_AT_ONCE;
+            const int64_t count = strips.count - first < STRIPS_AT_ONCE ? strips.count - first : STRIPS_AT_ONCE;
             for (int64_t s = 0; s < count; s++) {
                 // A single strip reads as fast as memory gives; of several each asks for a part of the next panel.
                 const Ahead next = count == 1 ? Ahead{at + panel * bytes + AHEAD, STEP}
@@ -271,7 +269,7 @@ void product(const PacelineWeight &w, const Rows &x, int64_t num_rows, const flo
                 run_tile<BITS, MINIMUM, PLANES, MOST / PLANES>(int(strips.size(first + s)), w, x, panel,
                                                                strips.begin(first + s), next, add, y, y_is_bf16);
             }
-    }
+        }
 }
 
 // One row of x as integers, of 8 bits or, in two planes, of 16: 256 * high + low, low in [-128, 127].

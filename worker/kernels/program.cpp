@@ -52,6 +52,19 @@ void Team::meet() const {
         looks < PATIENCE ? pause() : (void)sched_yield();
 }
 
+bool Team::take_some(int64_t num, Walk &from, int64_t &begin, int64_t &end) const {
+    const int64_t taken = take();
+    for (; from.begin < num; from.number++) {
+        const int64_t size = (num - from.begin + 2 * num_threads - 1) / (2 * num_threads);  // guided self-scheduling
+        if (from.number == taken) {
+            begin = from.begin, end = begin + size;
+            return true;
+        }
+        from.begin += size;
+    }
+    return false;
+}
+
 Scratch::~Scratch() { std::free(memory_); }
 
 char *Scratch::of(int64_t bytes) {

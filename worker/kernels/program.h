@@ -21,6 +21,11 @@ struct alignas(64) Counter {
     int64_t value;
 };
 
+// How far a thread has counted through the pieces of a call.
+struct Walk {
+    int64_t number = 0, begin = 0;
+};
+
 // The threads of a run, as one of them sees them.
 struct Team {
     int thread;
@@ -34,6 +39,10 @@ struct Team {
 
     // The number of the next piece of work that nobody has taken, counted from 0.
     int64_t take() const { return __atomic_fetch_add(&counter->value, 1, __ATOMIC_RELAXED); }
+
+    // As `take`, of `num` equal pieces at once those that are left to a thread's share: many at first, in the end one, so
+    // that all are done at the same time. `from` remembers where the thread was. Returns whether there is one: [begin, end).
+    bool take_some(int64_t num, Walk &from, int64_t &begin, int64_t &end) const;
 
     // This thread's part of n things begins here and ends where the next one's begins.
     int64_t begin(int64_t n) const { return n * thread / num_threads; }

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from paceline.worker import host_memory
 from paceline.worker.kernels import native
 from paceline.worker.quant.formats import BF16, Format, NarrowWeight
 
@@ -44,7 +45,7 @@ class KernelProduct:
         format = weight.format
         self.out_size, in_size = weight.values.shape
         self.is_bf16 = format is BF16
-        self._values = _panels(weight.values, format.bits)
+        self._values = host_memory.moved(_panels(weight.values, format.bits))
         self._scales = _by_panel(weight.scales)
         self._minimums = _by_panel(weight.minimums)
         self._bias = None if bias is None else _padded(bias.float()[:, None]).flatten()
