@@ -1,9 +1,9 @@
 """A model's layers as one list of kernel calls, made at the first step and run whole in every other: to a CPU what a
 CUDA graph is to a GPU.
 
-Between calls Python and torch take some microseconds, in which the other threads fall asleep and have to be woken. Of a
-step of one token that was a third. Layers that do what no kernel of ours does, or that wait for other ranks, run call by
-call as they are written.
+Between calls Python and torch take some microseconds, in which the other threads fall asleep and have to be woken: of a
+step of one token that was a third. Layers that do what no kernel of ours does, or that wait for other ranks, run call
+by call as they are written.
 """
 
 import logging

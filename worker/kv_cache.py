@@ -18,8 +18,8 @@ from paceline.worker.table import column
 
 
 class KVCache:
-    """Of this rank's layers and heads. keys[pair], values[pair]: [num_blocks + 1, block_size, num_kv_heads, dim], of which
-    the first dimension is true: how a block lies inside is the attention backend's affair.
+    """Of this rank's layers and heads. keys[pair], values[pair]: [num_blocks + 1, block_size, num_kv_heads, dim]; only
+    the first dimension is a promise: how a block lies inside is the attention backend's affair.
 
     locations: by layer of this stage, from its first on, group and pair. windows: of each group that has layers here.
     """

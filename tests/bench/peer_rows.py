@@ -1,5 +1,7 @@
 """The loads under which servers are compared, one a row of the table, and what counts of each."""
 
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 import uvloop
@@ -12,6 +14,7 @@ from paceline.router.bench.workloads import draw
 from tests.bench.servers import NAME, Running
 
 VOCAB_SIZE = 49_152
+WEAR_SECONDS, WEAR_PROMPTS = 30, 66
 SLO = parse_slo("ttft=1s,itl=100ms")
 
 Values = dict[str, float]  # by the figure's name
@@ -50,6 +53,20 @@ class Row:
         )
         await target.close()
         return records, seconds
+
+
+def wear_in(server: Running) -> None:
+    """Prompts for half a minute, or as many as fill the cache of ours once: its memory comes from the system when it is
+    first used, that of others at their start, and a server that has run for a minute is what is compared."""
+
+    async def ask_for_all() -> None:
+        target = ServerTarget(server.url, NAME)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WEAR_SECONDS):
+                await closed_loop(target, draw("prefill", WEAR_PROMPTS, "wear", VOCAB_SIZE), 8)
+        await target.close()
+
+    uvloop.run(ask_for_all())
 
 
 class Goodput(Row):

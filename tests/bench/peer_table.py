@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench import metal
 from tests.bench.peer_rows import IN_PROCESS, ROWS, Values
 from tests.bench.servers import MODEL
 from tests.prove.lines import ROOT
 
+METAL_ROWS = ("decode-1", "prefill")  # whose shares of the machine are told
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- peers: written by tests/bench/peers.py -->", "<!-- /peers -->"
 
@@ -73,25 +73,26 @@ def _in_process_table(held: dict[str, list[Values]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
+def shares_of_the_machine(results: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """By row: what the machine gave, and the share of it that the bf16 server had, whose bytes and operations are known.
+    Medians over the rounds, in each of which both were measured."""
+    found = {}
+    for row, runs in results["metal"].items():
+        held = results["rows"].get(row, {}).get("paceline bf16")
+        if held and runs:
+            figure, unit, each = Shape.of(MODEL).costs[row]
+            shares = [values[figure] * each / 1e9 / run[unit] for values, run in zip(held, runs, strict=True)]
+            found[row] = statistics.median(run[unit] for run in runs), statistics.median(shares)
+    return found
+
+
 def _metal_lines(results: dict[str, Any]) -> list[str]:
-    """Shares of what the machine gives, of the bf16 server: its bytes and operations are known."""
-    runs = results["metal"]
-    if not runs:
-        return []
-    read, bf16 = (statistics.median(run[name] for run in runs) for name in metal.Metal._fields)
-    lines = [f"The metal in the same run: {read:.1f} GB/s read, {bf16:,.0f} GFLOP/s of bf16 products."]
-    model = Shape.of(MODEL)
-    shares = []
-    for row, figure, text, each, whole in (
-        ("decode-1", "output", "bytes of decode, 1 stream", model.weight_bytes / 1e9, read),
-        ("prefill", "total", "operations of prefill", model.prefill_flops(1024, 4) / 1028 / 1e9, bf16),
-    ):
-        if held := results["rows"].get(row, {}).get("paceline bf16"):
-            rate = statistics.median(values[figure] for values in held)
-            shares.append(f"{rate * each / whole:.2f} of it are the {text}")
-    if shares:
-        lines.append(f"With bf16 {' and '.join(shares)}.")
-    return [" ".join(lines), ""]
+    told = {"decode-1": "GB/s read, decode of 1 stream", "prefill": "GFLOP/s of bf16 products, prefill"}
+    lines = [
+        f"The machine gave {whole:,.0f} {told[row]} in bf16 had {share:.2f} of it."
+        for row, (whole, share) in shares_of_the_machine(results).items()
+    ]
+    return [" ".join(lines), ""] if lines else []
 
 
 def _server_lines(results: dict[str, Any]) -> list[str]:
@@ -130,6 +131,12 @@ class Shape:
     def weight_bytes(self) -> int:
         """That a step reads, in bf16."""
         return 2 * (self._linear + self.hidden * self.vocab)
+
+    @property
+    def costs(self) -> dict[str, tuple[str, str, float]]:
+        """By row: its figure, the machine's, and what one of the former takes of the latter."""
+        each = self.prefill_flops(1024, 4) / 1028
+        return {"decode-1": ("output", "read_gb_s", self.weight_bytes), "prefill": ("total", "bf16_gflop_s", each)}
 
     def prefill_flops(self, prompt_len: int, num_generated: int) -> float:
         """Of one request: linears for every token but the last, causal attention, the head where an id is drawn."""

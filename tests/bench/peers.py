@@ -14,8 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ import msgspec
 from paceline.router.bench.figures import Figures
 from tests.bench import metal
 from tests.bench.agreement import agreement, reference
-from tests.bench.peer_rows import BY_NAME, IN_PROCESS, Row, Values
-from tests.bench.peer_table import table, write_table
+from tests.bench.peer_rows import BY_NAME, IN_PROCESS, Row, Values, wear_in
+from tests.bench.peer_table import METAL_ROWS, table, write_table
 from tests.bench.servers import MODEL, NAME, PEERS, Running, start_llamacpp, start_paceline, start_vllm
 from tests.e2e.server import PACELINE
 from tests.prove.lines import BENCH, ROOT, NotHere
@@ -57,7 +57,7 @@ class Session:
     def __init__(self, path: Path, each: Callable[[], AbstractContextManager] = nullcontext):
         self._path = path
         self._each = each
-        empty: dict[str, Any] = {"rows": {}, "servers": {}, "metal": [], "in_process": {}, "missing": []}
+        empty: dict[str, Any] = {"rows": {}, "servers": {}, "metal": {}, "in_process": {}, "missing": []}
         self.results = (json.loads(path.read_text()) if path.exists() else empty) | {"missing": []}
 
     def miss(self, reason: str) -> None:
@@ -66,11 +66,13 @@ class Session:
         self._keep()
 
     def about(self, servers: list[Running]) -> None:
-        """How each came up, and whether it computes the model."""
+        """How each came up, and whether it computes the model. Afterwards none is fresh any more."""
         beginnings = reference(MODEL)
         for server in servers:
             with self._alone(server, servers):
                 share = agreement(server.url, NAME, beginnings)
+                wear_in(server)
+            _say(f"{_key(server)}: ready in {server.ready_seconds:.1f} s, top-1 {share:.3f}")
             told = {"ready_seconds": server.ready_seconds, "top_1": share, "num_top_1": len(beginnings)}
             self.results["servers"][_key(server)] = told
         self._keep()
@@ -78,20 +80,18 @@ class Session:
     def measure(self, row: Row, servers: list[Running], num_rounds: int) -> None:
         """Afresh: what the row held is dropped."""
         kept: dict[str, list[Values]] = {_key(server): [] for server in servers}
+        metal_runs: list[dict[str, float]] = []
         for number in range(num_rounds):
+            if row.name in METAL_ROWS:
+                with self._alone(None, servers):
+                    metal_runs.append(metal.measure_apart()._asdict())
             for server in servers:
                 with self._alone(server, servers):
                     kept[_key(server)].append(row.measure(server, number))
                 _say(f"{row.name} {number + 1}/{num_rounds} {_key(server)}: {_shown(kept[_key(server)][-1])}")
         self.results["rows"][row.name] = kept
-        self._keep()
-
-    def measure_metal(self, servers: list[Running], num_rounds: int) -> None:
-        """Afresh."""
-        self.results["metal"] = []
-        for _ in range(num_rounds):
-            with self._alone(None, servers):
-                self.results["metal"].append(metal.measure_apart()._asdict())
+        if metal_runs:
+            self.results["metal"][row.name] = metal_runs
         self._keep()
 
     def measure_in_process(self, ours: Iterable[str], servers: list[Running], num_rounds: int) -> None:
@@ -162,6 +162,27 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def started(
+    session: Session, ours: Iterable[str], peers: Iterable[str], flags: Iterable[str] = ()
+) -> Iterator[list[Running]]:
+    """All of them, each asleep; the session knows who is not here."""
+    with tempfile.TemporaryDirectory() as folder:
+        servers: list[Running] = []
+        try:
+            for start in starters(ours, peers, list(flags), Path(folder)):
+                try:
+                    servers.append(start())
+                    servers[-1].pause()
+                except (NotHere, RuntimeError, subprocess.TimeoutExpired) as reason:
+                    session.miss(str(reason))
+            session.about(servers)
+            yield servers
+        finally:
+            for server in servers:
+                server.end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -173,27 +194,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     args = parser.parse_args()
     session = Session(args.results)
-    with tempfile.TemporaryDirectory() as folder:
-        servers: list[Running] = []
-        try:
-            for start in starters(args.ours, args.peers, args.flags.split(), Path(folder)):
-                try:
-                    servers.append(start())
-                    servers[-1].pause()
-                except (NotHere, RuntimeError, subprocess.TimeoutExpired) as reason:
-                    session.miss(str(reason))
-            session.about(servers)
-            session.measure_metal(servers, args.rounds)
-            for name in args.rows:
-                session.measure(BY_NAME[name], servers, args.rounds)
-            if "openvino" in args.peers:
-                try:
-                    session.measure_in_process(args.ours, servers, args.rounds)
-                except NotHere as reason:
-                    session.miss(str(reason))
-        finally:
-            for server in servers:
-                server.end()
+    with started(session, args.ours, args.peers, args.flags.split()) as servers:
+        for name in args.rows:
+            session.measure(BY_NAME[name], servers, args.rounds)
+        if "openvino" in args.peers:
+            try:
+                session.measure_in_process(args.ours, servers, args.rounds)
+            except NotHere as reason:
+                session.miss(str(reason))
     text = table(session.results)
     print(text)
     if args.write:

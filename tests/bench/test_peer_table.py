@@ -20,7 +20,7 @@ def results(**changes):
                 "vllm one core": rounds("output", 60.0, 40.0, 60.0),
             }
         },
-        "metal": [],
+        "metal": {},
         "in_process": {},
         "missing": ["llamacpp is not installed"],
     } | changes
@@ -49,6 +49,14 @@ def test_rows_and_peers_that_were_not_measured_are_told_or_left_out():
     text = table(results())
     assert "prefill" not in text
     assert "Not run: llamacpp is not installed." in text
+
+
+def test_a_share_of_the_machine_is_the_median_of_the_rounds_shares(monkeypatch):
+    monkeypatch.setattr(Shape, "of", classmethod(lambda cls, folder: SMOLLM2))
+    runs = [{"read_gb_s": gb_s, "bf16_gflop_s": 900.0} for gb_s in (40.0, 80.0, 20.0)]
+    text = table(results(metal={"decode-1": runs}))
+    share = 100 * SMOLLM2.weight_bytes / 1e9 / 40
+    assert f"40 GB/s read, decode of 1 stream in bf16 had {share:.2f} of it" in text
 
 
 def test_the_cost_of_a_token_follows_from_the_config():

@@ -4,10 +4,10 @@ import sys
 import time
 import traceback
 
-from tests.prove import issue_1, issue_2, issue_3, issue_4, issue_5
+from tests.prove import issue_1, issue_2, issue_3, issue_4, issue_5, issue_6
 from tests.prove.lines import Line, NotHere
 
-LINES: list[Line] = [*issue_1.LINES, *issue_2.LINES, *issue_3.LINES, *issue_4.LINES, *issue_5.LINES]
+LINES: list[Line] = [line for issue in (issue_1, issue_2, issue_3, issue_4, issue_5, issue_6) for line in issue.LINES]
 
 
 def main(wanted: list[str]) -> int:

@@ -171,7 +171,7 @@ struct Attend {
     }
 
     // scores[R][KEYS] of V vectors of keys, from vector `first` on.
-    template <int R, int V>
+    template <int R, bool ASKS, int V>
     INLINE void multiply_keys(const int32_t *q, int64_t first, float *scores) const {
         const int32_t *from[V], *ahead[V];
         F sum[R][V] = {};
@@ -185,7 +185,7 @@ struct Attend {
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
                 b[v] = load<I>(from[v] + k * SLAB);
-                __builtin_prefetch(ahead[v] + k * SLAB, 0, 3);
+                if constexpr (ASKS) __builtin_prefetch(ahead[v] + k * SLAB, 0, 3);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
@@ -202,7 +202,7 @@ struct Attend {
 
     // out[R][padded] = out * factors + weights[R][KEYS / PER_UNIT] values, of V vectors from entry `at` on. Of a single
     // vector there may be less.
-    template <int R, int V>
+    template <int R, bool ASKS, int V>
     INLINE void add_values(const int32_t *weights, int64_t slabs, int64_t at, const float *factors, float *out) const {
         const int64_t some = V == 1 ? dim - at : W;
         F sum[R][V];
@@ -217,7 +217,7 @@ struct Attend {
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) {
                     b[v] = load<I>(from + k * dim + v * W, some);
-                    __builtin_prefetch(ahead + k * dim + v * W, 0, 3);
+                    if constexpr (ASKS) __builtin_prefetch(ahead + k * dim + v * W, 0, 3);
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
@@ -233,28 +233,28 @@ struct Attend {
             for (int v = 0; v < V; v++) store(out + r * padded + at + v * W, sum[r][v]);
     }
 
-    template <int R, int V = WIDEST>
+    template <int R, bool ASKS, int V = WIDEST>
     INLINE void multiply_all_keys(const int32_t *q, int64_t first, int64_t vectors, float *scores) const {
-        for (; first + V <= vectors; first += V) multiply_keys<R, V>(q, first, scores);
+        for (; first + V <= vectors; first += V) multiply_keys<R, ASKS, V>(q, first, scores);
         if constexpr (V > 1)
-            if (first < vectors) multiply_all_keys<R, V - 1>(q, first, vectors, scores);
+            if (first < vectors) multiply_all_keys<R, ASKS, V - 1>(q, first, vectors, scores);
     }
 
-    template <int R, int V = WIDEST>
+    template <int R, bool ASKS, int V = WIDEST>
     INLINE void add_all_values(const int32_t *weights, int64_t slabs, int64_t at, const float *factors, float *out) const {
-        for (; at + (V == 1 ? 1 : V * W) <= dim; at += V * W) add_values<R, V>(weights, slabs, at, factors, out);
+        for (; at + (V == 1 ? 1 : V * W) <= dim; at += V * W) add_values<R, ASKS, V>(weights, slabs, at, factors, out);
         if constexpr (V > 1)
-            if (at < dim) add_all_values<R, V - 1>(weights, slabs, at, factors, out);
+            if (at < dim) add_all_values<R, ASKS, V - 1>(weights, slabs, at, factors, out);
     }
 
-    // Rows [row, row + R) look at so many slabs of keys, from position `block` on.
-    template <int R>
+    // Rows [row, row + R) look at so many slabs of keys, from position `block` on. ASKS: memory for those that come next.
+    template <int R, bool ASKS>
     void look(int64_t row, int64_t block, int64_t slabs, const State &state) {
         alignas(64) float scores[R][KEYS];
         alignas(64) int32_t weights[R][KEYS / PER_UNIT];
         float factors[R];
         const int64_t vectors = slabs * SLAB / W;
-        multiply_all_keys<R>(queries + row * units, 0, vectors, scores[0]);
+        multiply_all_keys<R, ASKS>(queries + row * units, 0, vectors, scores[0]);
         for (int r = 0; r < R; r++) {
             const int64_t position = tile.first_position + (row + r) / group;
             const int64_t last = position - block;
@@ -279,21 +279,24 @@ struct Attend {
                 const F weight = exp2(load<F>(scores[r] + v * W) - after);
                 sum += weight;
                 if constexpr (PER_UNIT == 2)
-                    store(weights[r] + v * W / 2, narrow(to_bf16(weight)));
+                    store(weights[r] + v * W / 2, narrow_bf16(weight));
                 else
                     store(weights[r] + v * W, weight);
             }
             store(sums, sum);
             *mosts = after;
         }
-        add_all_values<R>(weights[0], slabs, 0, factors, state.out + row * padded);
+        add_all_values<R, ASKS>(weights[0], slabs, 0, factors, state.out + row * padded);
     }
 
     template <int R = STRIP>
     void look_some(int64_t num, int64_t row, int64_t block, int64_t slabs, const State &state) {
         if constexpr (R > 1)
             if (num < R) return look_some<R - 1>(num, row, block, slabs, state);
-        look<R>(row, block, slabs, state);
+        if (row == 0)
+            look<R, true>(row, block, slabs, state);
+        else
+            look<R, false>(row, block, slabs, state);
     }
 
     void run(const State &state) {

@@ -77,7 +77,14 @@ INLINE I to_bf16(F x) {
 #endif
 }
 
-INLINE H narrow(I x) { return __builtin_convertvector(x, H); }
+// The same side by side.
+INLINE H narrow_bf16(F x) {
+#ifdef HAS_BF16
+    return (H)(__m256i)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return __builtin_convertvector(to_bf16(x), H);
+#endif
+}
 
 template <class V, int... lanes>
 INLINE V shuffle(V a, V b, std::integer_sequence<int, lanes...>) {
@@ -151,7 +158,7 @@ struct Float {
 struct BFloat16 {
     using Element = uint16_t;
     static INLINE F get(const uint16_t *from, int64_t n = W) { return from_bf16(load<H>(from, n)); }
-    static INLINE void put(uint16_t *to, F x, int64_t n = W) { store(to, narrow(to_bf16(x)), n); }
+    static INLINE void put(uint16_t *to, F x, int64_t n = W) { store(to, narrow_bf16(x), n); }
 };
 
 }  // namespace
