@@ -74,8 +74,8 @@ def _in_process_table(held: dict[str, list[Values]]) -> list[str]:
 
 
 def shares_of_the_machine(results: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """By row: what the machine gave, and the share of it that the bf16 server had, whose bytes and operations are known.
-    Medians over the rounds, in each of which both were measured."""
+    """By row: what the machine gave, and the share of it that the bf16 server had, whose bytes and operations are
+    known. Medians over the rounds, in each of which both were measured."""
     found = {}
     for row, runs in results["metal"].items():
         held = results["rows"].get(row, {}).get("paceline bf16")
