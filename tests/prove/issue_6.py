@@ -29,7 +29,7 @@ OURS = ("bf16", "w8a8", "int4")
 FAST = "w8a8"  # of --quantization, with which line 2 is measured
 # Who is measured in which row: the settings and peers that its promises name.
 WITH_EVERYONE, WITH_FAST = ("decode-1",), ("decode-16", "prefill")
-WITH_BF16 = ("steady-16", "steady-64", "shared", "mixed", "goodput")
+WITH_BF16 = ("steady-16", "mixed", "shared", "steady-64", "goodput")
 
 # Row, figure, bound: of the ratio to vLLM at its best setting.
 BESIDE_VLLM = (
@@ -55,15 +55,11 @@ def measured() -> dict[str, Any]:
     session = peers.Session(peers.RESULTS)
     with peers.started(session, OURS, ("vllm", "llamacpp")) as servers:
         both = [one for one in servers if one.setting in ("both cores", "bf16")]
-        groups = {
-            WITH_EVERYONE: servers,
-            WITH_FAST: [*both, *(one for one in servers if one.setting == FAST)],
-            WITH_BF16: both,
-        }
-        for rows, those in groups.items():
+        fast = [one for one in servers if one.setting == FAST]
+        session.measure_in_process([FAST], servers, ROUNDS)
+        for rows, those in ((WITH_EVERYONE, servers), (WITH_FAST, [*both, *fast]), (WITH_BF16, both)):
             for name in rows:
                 session.measure(BY_NAME[name], those, ROUNDS)
-        session.measure_in_process([FAST], servers, ROUNDS)
     write_table(table(session.results))
     return session.results
 
