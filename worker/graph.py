@@ -24,8 +24,9 @@ log = logging.getLogger("paceline.worker")
 def layers_of(model: CausalLM, num_tokens: int, device: torch.device, groups: Groups) -> "CausalLM | LayersGraph":
     """What a runner calls. ``num_tokens``: the most of a step."""
     decoder = getattr(model, "model", None)
-    may = isinstance(decoder, Decoder) and device.type == "cpu" and groups.place.tp == 1
-    return LayersGraph(decoder, num_tokens) if may and native.library() is not None else model
+    if not isinstance(decoder, Decoder) or device.type != "cpu" or groups.place.tp > 1 or native.library() is None:
+        return model
+    return LayersGraph(decoder, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ A change that needs more raises them, and says in its review what for; one that 
 import pytest
 
 from paceline.worker.kernels import native
+from paceline.worker.quant.product import why_no_kernel
 from tests.bench.counts import Counts, decode, prefill
 from tests.e2e.engine import Bench
 from tests.models import tiny_llama_folder
@@ -15,6 +16,7 @@ BOUNDS = {
     "cpu": {"decode": (82, 11, 175), "prefill": (82, 11, 210)},
     "torch": {"decode": (138, 0, 170), "prefill": (138, 0, 200)},
 }
+BF16_OPS, BF16_CALLS = 60, 135  # of 16 sequences, whatever the number of layers
 PER_DECODE = 2  # Python calls for each further sequence that decodes: it is planned and its id is taken in
 # Ops and Python calls for each further sequence that is admitted. The reference attends to prompts one by one.
 PER_ADMISSION = {"cpu": (6, 40), "torch": (36, 50)}
@@ -42,6 +44,19 @@ def test_a_step_stays_within_its_bounds(bench, step):
     backend, engine = bench
     counts = step(engine, 1)
     most = BOUNDS[backend][step.__name__]
+    assert all(counted <= bound for counted, bound in zip(counts.totals, most, strict=True)), _told(counts, most)
+
+
+@pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
+@pytest.mark.parametrize("layers", [2, 6])
+def test_in_bf16_all_layers_are_one_call(tmp_path, layers):
+    """Beside it the last norm, the head, and the best logits once more."""
+    folder = tiny_llama_folder(tmp_path / "model", num_hidden_layers=layers)
+    bench = Bench(folder, dtype="bfloat16", attention_backend="cpu", max_model_len=64)
+    counts = decode(bench, 16)
+    bench.close()
+    assert counts.kernels["paceline_replay"] == 1
+    most = (BF16_OPS, 4, BF16_CALLS)
     assert all(counted <= bound for counted, bound in zip(counts.totals, most, strict=True)), _told(counts, most)
 
 
