@@ -22,6 +22,7 @@ from tests.prove.lines import BENCH, NotHere
 PEERS = Path(os.environ.get("PEERS", Path.home() / ".cache" / "paceline-peers"))
 MODEL = PEERS / "smollm2-hf"  # the same bf16 weights for all that read safetensors
 NAME = "smollm2"
+SETTLE_SECONDS = 4.0
 START_TIMEOUT = 600  # seconds: a first start may compile, on a machine that others use
 
 
@@ -41,12 +42,13 @@ class Running:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Returns when it answers again."""
+        """Returns when it answers again, and its processes have caught up with what they missed."""
         self._signal(signal.SIGCONT)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
                 if httpx.get(self.url + _HEALTH[self.name], timeout=5).status_code == 200:
+                    time.sleep(SETTLE_SECONDS)
                     return
             time.sleep(0.1)
         raise RuntimeError(f"{self.name} ({self.setting}) does not answer any more")
