@@ -6,10 +6,10 @@ A change that needs more raises them, and says in its review what for; one that 
 import pytest
 
 from paceline.worker.kernels import native
-from paceline.worker.quant.product import why_no_kernel
 from tests.bench.counts import Counts, decode, prefill
 from tests.e2e.engine import Bench
 from tests.models import tiny_llama_folder
+from tests.worker.cores import needs_kernel
 
 # A step of two layers, one sequence: (ops of torch, calls of our kernels, calls of our Python functions).
 BOUNDS = {
@@ -47,7 +47,7 @@ def test_a_step_stays_within_its_bounds(bench, step):
     assert all(counted <= bound for counted, bound in zip(counts.totals, most, strict=True)), _told(counts, most)
 
 
-@pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
+@needs_kernel
 @pytest.mark.parametrize("layers", [2, 6])
 def test_in_bf16_all_layers_are_one_call(tmp_path, layers):
     """Beside it the last norm, the head, and the best logits once more."""

@@ -1,9 +1,14 @@
-"""Threads of torch and of our kernels, for a while."""
+"""What computes under a test: how many threads, and whether our kernels run here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+from paceline.worker.quant.product import why_no_kernel
+
+needs_kernel = pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
 
 
 @contextmanager

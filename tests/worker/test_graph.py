@@ -9,13 +9,12 @@ from paceline.worker.kernels import elements, native
 from paceline.worker.kernels.program import NotOurs, Program, _Memory
 from paceline.worker.quant import product
 from paceline.worker.quant.formats import BF16, FORMATS, NarrowWeight
-from paceline.worker.quant.product import KernelProduct, why_no_kernel
+from paceline.worker.quant.product import KernelProduct
 from tests.models import tiny_llama_folder
-from tests.worker.cores import num_threads
+from tests.worker.cores import needs_kernel, num_threads
 from tests.worker.drive import Driver, Row, rank_of
 from tests.worker.families import FAMILIES
 
-needs_kernel = pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
 CAPACITY = 40
 ONES = torch.ones(8)
 

@@ -147,3 +147,22 @@ def test_the_library_brings_no_second_pool_of_threads():
         "assert len(names) == 1, names\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@given(dtypes, st.integers(0, 5), st.integers(1, 400), sizes, st.integers(1, 64))
+@settings(deadline=None, max_examples=40)
+def test_the_best_scores_are_computed_again_and_the_others_stay(dtype, rows, num, size, num_best):
+    x, weight = torch.randn(rows, size), torch.randn(num, size).to(dtype)
+    rough = x @ weight.float().T + torch.randn(rows, num) * 0.1
+    best = rough.topk(min(num_best, num)).indices
+    exact = torch.bmm(weight[best].float(), x.unsqueeze(2)).squeeze(2)
+    expected = rough.scatter(1, best, exact)
+    torch.testing.assert_close(elements.rescore_(rough.clone(), x, weight, num_best), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_scores_that_are_no_numbers_stay_none():
+    scores, x, weight = torch.randn(2, 300), torch.randn(2, 8), torch.randn(300, 8)
+    scores[0, 7] = torch.nan
+    found = elements.rescore_(scores.clone(), x, weight, 32)
+    assert found[0, 7].isnan()
+    assert not found[1].isnan().any()

@@ -21,7 +21,7 @@ from paceline.worker.quant import product
 from paceline.worker.quant.formats import BF16, FORMATS, KEPT, NAMES, Format, NarrowWeight, find
 from paceline.worker.quant.product import KernelProduct, PlainProduct, product_bytes, product_of, why_no_kernel
 from tests.models import tiny_llama_folder, write_gguf
-from tests.worker.cores import num_threads
+from tests.worker.cores import needs_kernel, num_threads
 from tests.worker.crew import gang_config
 from tests.worker.drive import Driver, rank_of
 
@@ -30,7 +30,6 @@ FP32 = torch.float32
 NARROW = {**FORMATS, **KEPT}
 # How far a product may be from that of the plain weight: rounding of inputs to 16 bits, or to 8.
 NEAR = {16: 1e-4, 8: 2e-2}
-needs_kernel = pytest.mark.skipif(why_no_kernel() is not None, reason="our kernels are not built, or not for this CPU")
 
 
 def weight(out_size: int, in_size: int, seed: int = 0) -> torch.Tensor:

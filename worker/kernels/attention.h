@@ -1,5 +1,5 @@
 // What one call of attention is about. Shared by the part that cuts it into tiles (attention.cpp) and by the parts that
-// compute a tile, one for each instruction set (tile_*.cpp). Plain pointers; sizes in elements unless they say bytes.
+// compute a tile, one for each instruction set (kernels_*.cpp). Plain pointers; sizes in elements unless they say bytes.
 
 #pragma once
 

@@ -279,7 +279,7 @@ struct Attend {
                 const F weight = exp2(load<F>(scores[r] + v * W) - after);
                 sum += weight;
                 if constexpr (PER_UNIT == 2)
-                    store(weights[r] + v * W / 2, narrow_bf16(weight));
+                    store(weights[r] + v * W / 2, to_bf16(weight));
                 else
                     store(weights[r] + v * W, weight);
             }

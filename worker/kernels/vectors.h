@@ -1,5 +1,5 @@
 // Vectors of W floats for one instruction set, and what both attention and the small kernels do with them. Included by
-// tile_*.cpp after they have set W and switched the instruction set on; all in a namespace without a name, so that no
+// kernels_*.cpp after they have set W and switched the instruction set on; all in a namespace without a name, so that no
 // other file can be linked to code that does not run on its processor.
 
 #pragma once
@@ -66,23 +66,14 @@ INLINE F max(F a, F b) { return a > b ? a : b; }
 
 INLINE F from_bf16(H h) { return (F)(__builtin_convertvector(h, I) << 16); }
 
-// Rounded to the nearest even, as int32 with zeros above.
-INLINE I to_bf16(F x) {
-#ifdef HAS_BF16
-    return (I)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    const I bits = (I)x;
-    const I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (x == x ? rounded : (I)((bits >> 16) | 64)) & 0xffff;
-#endif
-}
-
-// The same side by side.
-INLINE H narrow_bf16(F x) {
+// Rounded to the nearest even.
+INLINE H to_bf16(F x) {
 #ifdef HAS_BF16
     return (H)(__m256i)_mm512_cvtneps_pbh((__m512)x);
 #else
-    return __builtin_convertvector(to_bf16(x), H);
+    const I bits = (I)x;
+    const I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((x == x ? rounded : (I)((bits >> 16) | 64)) & 0xffff, H);
 #endif
 }
 
@@ -158,7 +149,7 @@ struct Float {
 struct BFloat16 {
     using Element = uint16_t;
     static INLINE F get(const uint16_t *from, int64_t n = W) { return from_bf16(load<H>(from, n)); }
-    static INLINE void put(uint16_t *to, F x, int64_t n = W) { store(to, narrow_bf16(x), n); }
+    static INLINE void put(uint16_t *to, F x, int64_t n = W) { store(to, to_bf16(x), n); }
 };
 
 }  // namespace
