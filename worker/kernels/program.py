@@ -72,6 +72,12 @@ class _Memory(TorchDispatchMode):
         self._kept: list[np.ndarray] = []
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # by size
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler at the first call, 800 modules in more than a second of a start, to keep it
+        away from here; nothing is compiled in a rank."""
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
         name = function.overloadpacket.__name__
         if name in _VIEWS:
