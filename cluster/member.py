@@ -66,13 +66,17 @@ class Member:
         return process
 
     async def rest(self) -> None:
-        """Until there is news, or the next look is due."""
+        """Until there is news, or the next look is due. What this process slept beyond that (it was stopped, or the
+        machine was) is not the replica's silence."""
         settled = self.life.state is State.READY or (self.life.state is State.PENDING and self.life.reason)
         period = SERVING_PERIOD if settled else STARTING_PERIOD
+        due = time.monotonic() + period
         with suppress(TimeoutError):
             async with asyncio.timeout(period):  # unlike wait_for it never swallows a cancellation
                 await self.wake.wait()
         self.wake.clear()
+        now = time.monotonic()
+        self.heard_at = min(now, self.heard_at + max(0.0, now - due))
 
     async def _follow(self, process: Any) -> None:
         """Its start, which is no news to one that runs, and how it ends."""

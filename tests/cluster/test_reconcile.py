@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from paceline.cluster import controller as controller_module
+from paceline.cluster import member as member_module
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.controller import Controller
 from paceline.cluster.lifecycle import Report
@@ -90,8 +91,11 @@ class FakePlacement:
 
 
 @asynccontextmanager
-async def controlling(placement: FakePlacement, num_replicas: int = 2, token: str | None = None, **settings):
-    config = ClusterConfig(replica=replica_config(cluster_token=token), num_replicas=num_replicas, **settings)
+async def controlling(
+    placement: FakePlacement, num_replicas: int = 2, token: str | None = None, step_timeout: float = 60.0, **settings
+):
+    replica = replica_config(cluster_token=token, step_timeout=step_timeout)
+    config = ClusterConfig(replica=replica, num_replicas=num_replicas, **settings)
     controller = Controller(config, placement)
     try:
         yield controller
@@ -246,3 +250,18 @@ async def test_it_knows_whether_it_serves_a_configuration():
         assert await controller.serves(same)
         assert not await controller.serves(msgspec.structs.replace(same, num_replicas=3))
         assert not await controller.serves(msgspec.structs.replace(same, replica=replica_config(cluster_token="x")))
+
+
+async def test_a_controller_that_was_stopped_itself_does_not_take_the_replicas_for_silent(monkeypatch):
+    """As when a machine is suspended, or a whole service is stopped and goes on."""
+    monkeypatch.setattr(member_module, "SERVING_PERIOD", 0.2)
+    placement = FakePlacement()
+    async with controlling(placement, step_timeout=1.0) as controller:
+        await loaded(controller)
+        silent = placement.processes["replica-0"]
+        silent.answers.clear()
+        time.sleep(2.0)
+        await asyncio.sleep(0.3)
+        assert set((await controller.states()).values()) == {"ready"}
+        await until(lambda: silent.asked == ["kill"])  # its own silence counts
+        assert placement.created.count("replica-1") == 1
