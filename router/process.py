@@ -10,8 +10,10 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -38,6 +40,8 @@ def serve_all(cluster_config: Any, router_config: Any, console: Console) -> None
     from paceline.cluster.launch import Cluster
 
     laps.lap("imports")
+    # Read while Ray and the replicas start, in which this process only waits.
+    threading.Thread(target=import_module, args=("paceline.router.app",), daemon=True).start()
     cluster = Cluster(cluster_config)
     try:
         with _interruptible(), console.status("starting Ray") as shown:

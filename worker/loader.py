@@ -144,7 +144,7 @@ def weight_bytes(model: CausalLM, device: torch.device | None = None) -> int:
             total += packed - weight.nbytes
         elif module.format is not None:
             total += packed if module.is_tied else packed - weight.nbytes
-        elif can_pack(device, module.dtype):  # plain rows stay beside packed ones
+        elif can_pack(weight, device, module.dtype):  # plain rows stay beside packed ones
             total += packed
     return total
 

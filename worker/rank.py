@@ -35,7 +35,7 @@ from paceline.worker.memory import check_weights, fit_length, free_memory, plan_
 from paceline.worker.models import model_class
 from paceline.worker.parallel import Groups
 from paceline.worker.pending import PendingStep
-from paceline.worker.quant.product import why_no_kernel
+from paceline.worker.quant.product import has_kernel, why_no_kernel
 from paceline.worker.runner import Runner
 from paceline.worker.sampler import Sampler
 from paceline.worker.table import SlotTable
@@ -279,7 +279,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bf16 where the device computes in it, else fp32."""
+    """``auto`` is bf16 where the device or our kernel computes in it, else fp32."""
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":
@@ -287,7 +287,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported()
     else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        native = has_kernel(device) or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
 
 

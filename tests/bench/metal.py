@@ -44,9 +44,10 @@ def _read(torch) -> float:
     ways = [floats.sum, integers.sum]
     if torch.backends.mkldnn.is_available():
         width = 4096
-        weight = torch.ones(NUM_BYTES // 2 // width, width, dtype=torch.bfloat16)
+        dtype = _dtype(torch)
+        weight = torch.ones(NUM_BYTES // dtype.itemsize // width, width, dtype=dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        row = torch.ones(1, width, dtype=torch.bfloat16)
+        row = torch.ones(1, width, dtype=dtype)
         ways.append(lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], ""))
     return NUM_BYTES / min(map(_seconds, ways))
 
@@ -55,9 +56,14 @@ def _multiply(torch) -> float:
     """Floating-point operations a second, of square products."""
     rates = []
     for size in SIZES:
-        a, b = (torch.ones(size, size, dtype=torch.bfloat16) for _ in range(2))
+        a, b = (torch.ones(size, size, dtype=_dtype(torch)) for _ in range(2))
         rates.append(2 * size**3 / _seconds(lambda a=a, b=b: a @ b))
     return max(rates)
+
+
+def _dtype(torch):
+    """What has no instructions for bf16 multiplies it as fp32."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ from tests.prove.lines import ROOT
 
 METAL_ROWS = ("decode-1", "prefill")  # whose shares of the machine are told
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- peers: written by tests/bench/peers.py -->", "<!-- /peers -->"
+END = "<!-- /peers -->"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -145,11 +145,19 @@ class Shape:
         return linear + attention + 2 * self.hidden * self.vocab * num_generated
 
 
-def write_table(text: str) -> None:
+def begin(instructions: str) -> str:
+    """Of the part of the page that machines with these instructions write: their figures do not compare with others'."""
+    return f"<!-- peers on {instructions}: written by tests/bench/peers.py -->"
+
+
+def write_table(text: str, instructions: str) -> None:
+    """Raises ValueError where the page has no part for it."""
     page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
+    before, found, rest = page.partition(mark := begin(instructions))
+    if not found:
+        raise ValueError(f"{PAGE.name} has no part that begins with {mark}")
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}")
+    PAGE.write_text(f"{before}{mark}\n\n{text.strip()}\n\n{END}{after}")
 
 
 def _median(rounds: list[Values], figure: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from paceline.router.bench.figures import Figures
+from paceline.worker.kernels import native
 from tests.bench import metal
 from tests.bench.agreement import agreement, reference
 from tests.bench.peer_rows import BY_NAME, IN_PROCESS, Row, Values, wear_in
@@ -205,7 +206,7 @@ def main() -> None:
     text = table(session.results)
     print(text)
     if args.write:
-        write_table(text)
+        write_table(text, native.instructions())
 
 
 if __name__ == "__main__":

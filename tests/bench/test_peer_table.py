@@ -1,5 +1,7 @@
 """The table of peers says what was measured: medians, ratios round by round, each peer at its best setting."""
 
+import pytest
+
 from tests.bench import peer_table
 from tests.bench.peer_table import Shape, table, write_table
 
@@ -65,9 +67,13 @@ def test_the_cost_of_a_token_follows_from_the_config():
     assert 0.24e9 < each < 0.26e9  # without the head, of which a prompt needs one row
 
 
-def test_only_what_stands_between_the_markers_is_rewritten(tmp_path, monkeypatch):
+def test_only_the_part_of_machines_like_this_one_is_rewritten(tmp_path, monkeypatch):
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n\n{peer_table.BEGIN}\n\nold\n\n{peer_table.END}\n\nafter\n")
+    wide, narrow = map(peer_table.begin, ("avx512_bf16", "avx2"))
+    whole = f"before\n\n{wide}\n\nwide\n\n{peer_table.END}\n\nbetween\n\n{narrow}\n\nold\n\n{peer_table.END}\n\nafter\n"
+    page.write_text(whole)
     monkeypatch.setattr(peer_table, "PAGE", page)
-    write_table("new\n")
-    assert page.read_text() == f"before\n\n{peer_table.BEGIN}\n\nnew\n\n{peer_table.END}\n\nafter\n"
+    write_table("new\n", "avx2")
+    assert page.read_text() == whole.replace("old", "new")
+    with pytest.raises(ValueError, match="no part that begins with <!-- peers on plain"):
+        write_table("new\n", "plain")

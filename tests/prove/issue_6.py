@@ -58,7 +58,7 @@ def measured() -> dict[str, Any]:
         for rows, those in ((WITH_EVERYONE, servers), (WITH_FAST, [*both, *fast]), (WITH_BF16, both)):
             for name in rows:
                 session.measure(BY_NAME[name], those, ROUNDS)
-    write_table(table(session.results))
+    write_table(table(session.results), native.instructions())
     return session.results
 
 

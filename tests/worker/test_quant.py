@@ -8,20 +8,21 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from paceline.proto.errors import StartupError
 from paceline.worker.card import fingerprint
 from paceline.worker.checkpoint import open_checkpoint
 from paceline.worker.config import RankConfig
 from paceline.worker.fits import fits, read_model
-from paceline.worker.layers.linear import Linear, OneDNN, pack
+from paceline.worker.layers.linear import Linear, pack
 from paceline.worker.loader import narrow_layers, weight_bytes
 from paceline.worker.models import model_class
 from paceline.worker.quant import product
 from paceline.worker.quant.formats import BF16, FORMATS, KEPT, NAMES, Format, NarrowWeight, find
 from paceline.worker.quant.product import KernelProduct, PlainProduct, product_bytes, product_of, why_no_kernel
 from tests.models import tiny_llama_folder, write_gguf
-from tests.worker.cores import needs_kernel, num_threads
+from tests.worker.cores import instructions, needs_kernel, num_threads
 from tests.worker.crew import gang_config
 from tests.worker.drive import Driver, rank_of
 
@@ -30,6 +31,7 @@ FP32 = torch.float32
 NARROW = {**FORMATS, **KEPT}
 # How far a product may be from that of the plain weight: rounding of inputs to 16 bits, or to 8.
 NEAR = {16: 1e-4, 8: 2e-2}
+WITH_PRODUCTS = ["avx512_bf16", "avx2"]  # sets of instructions
 
 
 def weight(out_size: int, in_size: int, seed: int = 0) -> torch.Tensor:
@@ -68,13 +70,14 @@ def test_eight_bits_with_a_minimum_hold_what_four_bits_held():
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(NARROW)),
+    by=st.sampled_from(WITH_PRODUCTS),
     outputs=st.integers(1, 100),
     groups=st.integers(1, 6),
     rows=st.integers(1, 40),
     threads=st.integers(1, 3),
     extras=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_the_kernel_agrees_with_the_plain_weight(name, outputs, groups, rows, threads, extras):
+def test_the_kernel_agrees_with_the_plain_weight(name, by, outputs, groups, rows, threads, extras):
     has_bias, has_add, is_bf16 = extras
     narrow = NARROW[name].narrow(weight(outputs, groups * NARROW[name].group))
     bias = torch.randn(outputs) if has_bias else None
@@ -82,7 +85,7 @@ def test_the_kernel_agrees_with_the_plain_weight(name, outputs, groups, rows, th
     add = torch.randn(rows, outputs) if has_add else None
     if is_bf16:
         x = x.bfloat16()
-    with num_threads(threads):
+    with num_threads(threads), instructions(by):
         found = KernelProduct(narrow, bias, product._kernel())(x, add, FP32)
     expected = PlainProduct(narrow, bias, FP32)(x, add, FP32)
     limit = NEAR[narrow.format.input_bits] * x.float().abs().amax() * narrow.plain().norm(dim=1).amax() + 1e-5
@@ -90,29 +93,35 @@ def test_the_kernel_agrees_with_the_plain_weight(name, outputs, groups, rows, th
 
 
 @needs_kernel
+@pytest.mark.parametrize("by", WITH_PRODUCTS)
 @pytest.mark.parametrize("name", [*NARROW, "bf16"])
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(name):
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(name, by):
     plain = weight(100, 192)
     narrow = NarrowWeight(BF16, plain.bfloat16()) if name == "bf16" else NARROW[name].narrow(plain)
     x, add = torch.randn(250, 192).bfloat16(), torch.randn(250, 100)
     multiply = KernelProduct(narrow, None, product._kernel())
-    with num_threads(3):
+    with num_threads(3), instructions(by):
         together = multiply(x, add)
-    with num_threads(1):
+    with num_threads(1), instructions(by):
         for row in (0, 1, 100, 249):
             assert torch.equal(multiply(x[row : row + 1], add[row : row + 1]), together[row : row + 1])
 
 
 @needs_kernel
-@pytest.mark.parametrize("rows", [1, 7, 13, 200])
-def test_bf16_by_the_kernel_agrees_with_onednn(rows):
-    plain, bias = weight(70, 64).bfloat16(), torch.randn(70).bfloat16()
-    x, add = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 70)
-    ours, theirs = pack(plain, bias, torch.bfloat16), OneDNN(plain, bias)
+@pytest.mark.parametrize("by", WITH_PRODUCTS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 13, 200])
+@pytest.mark.parametrize("in_size", [64, 70])
+def test_bf16_by_the_kernel_agrees_with_torch(rows, in_size, by):
+    plain, bias = weight(70, in_size).bfloat16(), torch.randn(70).bfloat16()
+    x, add = torch.randn(rows, in_size).bfloat16(), torch.randn(rows, 70)
+    ours, theirs = pack(plain, bias, torch.bfloat16), functional.linear(x.float(), plain.float(), bias.float())
     assert isinstance(ours, KernelProduct)
-    torch.testing.assert_close(ours(x), theirs(x), atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(ours(x, add), theirs(x, add), atol=1e-2, rtol=1e-2)
-    assert ours(x, dtype=FP32).dtype == FP32
+    with instructions(by):
+        torch.testing.assert_close(ours(x).float(), theirs, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(ours(x, add), theirs + add, atol=1e-4, rtol=1e-4)
+        assert ours(x, dtype=FP32).dtype == FP32
+        x[0, 0] = float("nan")
+        assert ours(x)[0].isnan().all()
 
 
 @pytest.mark.parametrize("name", NARROW)

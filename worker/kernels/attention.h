@@ -78,6 +78,8 @@ struct State {
     float *most;  // [rows], in units of log 2
 };
 
+struct Products;  // linear.h
+
 // An instruction set's share. `scratch` holds scratch_bytes; padded_dim is how many floats a row of State::out has.
 struct Kernels {
     const char *name;
@@ -94,6 +96,7 @@ struct Kernels {
     void (*gate)(const void *gate_up, void *out, int is_bf16, int64_t size, int activation);
     void (*rescore)(float *scores, int64_t num, const float *x, const void *weights, int is_bf16, int64_t size,
                     int64_t num_best);
+    const Products *products;  // null where it has none
 };
 
 extern const Kernels plain_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;

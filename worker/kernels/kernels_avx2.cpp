@@ -1,6 +1,7 @@
 // Attention and the small kernels for AVX2.
 
 #include "attention.h"
+#include "linear.h"
 
 #if defined(__x86_64__)
 
@@ -17,11 +18,11 @@
 namespace paceline {
 
 static bool runs() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 extern const Kernels avx2_kernels = {"avx2", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
-    rescore};
+    rescore, &avx2_products};
 
 }  // namespace paceline
 

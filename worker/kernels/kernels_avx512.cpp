@@ -1,6 +1,7 @@
 // Attention and the small kernels for AVX-512.
 
 #include "attention.h"
+#include "linear.h"
 
 #if defined(__x86_64__)
 
@@ -22,7 +23,7 @@ static bool runs() {
 }
 
 extern const Kernels avx512_kernels = {"avx512", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
-    rescore};
+    rescore, &avx2_products};
 
 }  // namespace paceline
 

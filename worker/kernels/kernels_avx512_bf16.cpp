@@ -1,6 +1,7 @@
 // Attention and the small kernels for AVX-512 with products of bf16 pairs.
 
 #include "attention.h"
+#include "linear.h"
 
 #if defined(__x86_64__)
 
@@ -20,11 +21,11 @@ namespace paceline {
 static bool runs() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
 extern const Kernels avx512_bf16_kernels = {"avx512_bf16", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
-    rescore};
+    rescore, &avx512_products};
 
 }  // namespace paceline
 

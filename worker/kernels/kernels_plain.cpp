@@ -10,6 +10,6 @@ namespace paceline {
 static bool runs() { return true; }
 
 extern const Kernels plain_kernels = {"plain", runs, padded_dim, scratch_bytes, attend, finish, rms_norm, rotate, gate,
-    rescore};
+    rescore, nullptr};
 
 }  // namespace paceline

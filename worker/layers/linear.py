@@ -131,8 +131,9 @@ class OneDNN:
         return y.to(dtype or x.dtype) if add is None else add + y
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available()
+def can_pack(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``weight``, which may be on the meta device, is packed on ``device`` without a format."""
+    return uses_kernel(weight, device, dtype) or _uses_onednn(device, dtype)
 
 
 def pack(
@@ -143,7 +144,7 @@ def pack(
         return product_of(format.narrow(weight), bias, dtype)
     if uses_kernel(weight, weight.device, dtype):
         return product_of(NarrowWeight(BF16, weight.detach()), bias, dtype)
-    return OneDNN(weight, bias) if can_pack(weight.device, dtype) else None
+    return OneDNN(weight, bias) if _uses_onednn(weight.device, dtype) else None
 
 
 def packed_bytes(weight: torch.Tensor, device: torch.device, dtype: torch.dtype, format: Format | None = None) -> int:
@@ -155,3 +156,9 @@ def packed_bytes(weight: torch.Tensor, device: torch.device, dtype: torch.dtype,
 
 def uses_kernel(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and BF16.why_not(device, dtype, weight.shape[1]) is None and has_kernel(device)
+
+
+def _uses_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -133,7 +133,7 @@ def why_no_kernel() -> str | None:
     library = native.library()
     if library is None:
         return native.why_not()
-    return None if library.paceline_linear_runs() else "the CPU has no AVX-512 with VNNI and bfloat16"
+    return None if library.paceline_linear_runs() else "the CPU has no AVX2"
 
 
 def has_kernel(device: torch.device) -> bool:
