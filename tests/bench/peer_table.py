@@ -146,7 +146,7 @@ class Shape:
 
 
 def begin(instructions: str) -> str:
-    """Of the part of the page that machines with these instructions write: their figures do not compare with others'."""
+    """Of the part of the page that machines with these instructions write: figures of others do not compare."""
     return f"<!-- peers on {instructions}: written by tests/bench/peers.py -->"
 
 

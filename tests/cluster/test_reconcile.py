@@ -260,7 +260,7 @@ async def test_a_controller_that_was_stopped_itself_does_not_take_the_replicas_f
         await loaded(controller)
         silent = placement.processes["replica-0"]
         silent.answers.clear()
-        time.sleep(2.0)
+        time.sleep(2.0)  # noqa: ASYNC251  everything stands still
         await asyncio.sleep(0.3)
         assert set((await controller.states()).values()) == {"ready"}
         await until(lambda: silent.asked == ["kill"])  # its own silence counts
