@@ -4,6 +4,9 @@ They are one shared library without Python in it, which `paceline.worker.kernels
 where it cannot be built an install goes on without, and what it would do is done by torch.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,6 +21,17 @@ class BuildKernels(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         """No module of Python's, so without Python's version in its name."""
         return f"{fullname.replace('.', '/')}.so"
+
+    def build_extensions(self) -> None:
+        """On all cores: setuptools compiles one file after the other."""
+        compile_all = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(chain.from_iterable(pool.map(lambda source: compile_all([source], **options), sources)))
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []

@@ -58,10 +58,11 @@ class Running:
         self._stop()
 
     def _signal(self, number: int) -> None:
-        root = psutil.Process(self.pid)
-        for process in [root, *root.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):  # it may have died, and the others are still to be ended
+            root = psutil.Process(self.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
 
 _HEALTH = {"paceline": "/health/ready", "vllm": "/health", "llamacpp": "/health"}

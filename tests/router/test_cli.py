@@ -154,7 +154,7 @@ def bare_python(tmp_path_factory) -> Path:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q", str(ROOT)]
-    subprocess.run(pip, check=True, timeout=240)
+    subprocess.run(pip, check=True, timeout=600)  # it compiles
     return python
 
 

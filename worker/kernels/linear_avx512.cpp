@@ -272,10 +272,9 @@ void run(const LinearCall &call, int64_t num_rows, const Team &team) {
     rows.sums_of_x = reinterpret_cast<float *>(at);
     (w.planes == 2 ? prepare_all<2> : prepare_all<1>)(w, call.x, call.x_is_bf16, rows, team);
     team.meet();
-    const auto multiply = w.bits == 8 ? (w.minimums ? (w.planes == 2 ? product<8, true, 2> : product<8, true, 1>)
-                                                    : (w.planes == 2 ? product<8, false, 2> : product<8, false, 1>))
-                                      : (w.minimums ? (w.planes == 2 ? product<4, true, 2> : product<4, true, 1>)
-                                                    : (w.planes == 2 ? product<4, false, 2> : product<4, false, 1>));
+    const auto multiply = w.planes == 1 ? product<8, true, 1>
+                          : w.bits == 8 ? (w.minimums ? product<8, true, 2> : product<8, false, 2>)
+                                        : (w.minimums ? product<4, true, 2> : product<4, false, 2>);
     multiply(call, rows, team);
 }
 
