@@ -30,4 +30,4 @@ def instructions(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        native.use_instructions(best)
+        assert native.use_instructions(best)

@@ -14,11 +14,11 @@ from paceline.worker.attention.base import BACKENDS, select
 from paceline.worker.attention.cpu import CpuAttention
 from paceline.worker.attention.torch import TorchAttention, _runs
 from paceline.worker.batch import build_batch
-from paceline.worker.kernels import native
 from paceline.worker.kv_cache import KVCache
 from paceline.worker.models.spec import ModelSpec
 from paceline.worker.shards import Shards
 from paceline.worker.table import SlotTable
+from tests.worker.cores import instructions
 
 BLOCK, MAX_LEN, DIM = 4, 256, 16
 COMPUTED_BY = {"torch": TorchAttention, "cpu": CpuAttention}
@@ -222,20 +222,15 @@ def test_the_kernel_gives_what_torch_gives(step):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("instructions", ["avx512", "avx2", "plain"])
+@pytest.mark.parametrize("name", ["avx512", "avx2", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_older_instructions_give_the_same_within_rounding(instructions, dtype):
+def test_older_instructions_give_the_same_within_rounding(name, dtype):
     rows = [(0, 1000, 90, 1), (1, 80, 1, 1), (2, 0, 33, 1), (3, 2, 1, 0)]
     for options in ({}, {"window": 40, "softcap": 1.5, "sinks": True}):
         case = Case(rows, 9, 3, dtype, dim=40, **options)
-        best = native.instructions()
         expected = case.run(CpuAttention())
-        if not native.use_instructions(instructions):
-            return  # not on this processor
-        try:
+        with instructions(name):
             outs = case.run(CpuAttention())
-        finally:
-            assert native.use_instructions(best)
         for ours, theirs in zip(outs, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0)
 

@@ -32,7 +32,7 @@ struct PacelineWeight {
     const float *bias;     // [panels * 32], or null
     int64_t in_size;       // a multiple of `group`
     int64_t out_size;
-    int64_t group;  // inputs that share a scale, a multiple of 16, at most 256: sums fit 32 bits
+    int64_t group;   // inputs that share a scale, a multiple of 16, at most 256: sums fit 32 bits
     int32_t bits;    // of a weight: 4, 8 or 16
     int32_t zero;    // the value that stands for 0, where there are no minimums
     int32_t planes;  // of x: 1 or 2, of 8 bits each; 1 goes with bits 8 and minimums
