@@ -12,6 +12,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 
+#include "broadcast_avx2.h"
 #include "panels.h"
 
 namespace {
@@ -28,9 +29,9 @@ constexpr int LANES = 8;
 // units [quad][MR][2], the others [groups][MR]. Of four integers of a quad the first and the third are the first unit.
 struct Rows {
     int32_t *units;
-    int32_t *sums;     // of integers
-    float *scales;     // of 16 bits one of each row
-    float *sums_of_x;  // of 16 bits in units of the scale
+    int32_t *starts;   // of sums: what the zero of weights would add, taken off
+    float *scales;     // of 16 bits the same for all groups of a row
+    float *sums_of_x;
     int64_t num_rows;
     int64_t num_units;  // of a row
     int64_t num_groups;
@@ -92,13 +93,10 @@ void prepare_integers(const LinearCall &call, int64_t row, int64_t begin, int64_
                                            10, 11, 12, 13, 14, 15);
     char *at = reinterpret_cast<char *>(to.units + begin * to.num_units + number * 2);
     float most = per_group ? 0.0f : largest(call.x, call.x_is_bf16, first, w.in_size);
-    if (!per_group) to.scales[row] = most / limit;
     for (int64_t g = 0; g < to.num_groups; g++) {
         const int64_t group = known + g * size;
-        if (per_group) {
-            most = largest(call.x, call.x_is_bf16, first + g * w.group, w.group);
-            to.scales[group] = most / limit;
-        }
+        if (per_group) most = largest(call.x, call.x_is_bf16, first + g * w.group, w.group);
+        to.scales[group] = most / limit;
         const __m256 inverse = _mm256_set1_ps(most > 0 ? limit / most : 0.0f);
         __m256i sum = _mm256_setzero_si256();
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k += LANES) {
@@ -109,8 +107,9 @@ void prepare_integers(const LinearCall &call, int64_t row, int64_t begin, int64_
             _mm_storel_epi64(reinterpret_cast<__m128i *>(at + size * 8), _mm256_extracti128_si256(quads, 1));
             at += size * 16;
         }
-        to.sums[group] = sum_of_all(sum);
-        to.sums_of_x[group] = float(to.sums[group]) * (per_group ? to.scales[group] : 1.0f);
+        const int32_t all = sum_of_all(sum);
+        to.starts[group] = -w.zero * all;
+        to.sums_of_x[group] = float(all) * to.scales[group];
     }
 }
 
@@ -138,16 +137,9 @@ inline __m256i widened(const uint8_t *quad, int outputs, int unit) {
     return _mm256_and_si256(_mm256_srli_epi16(w, (outputs >> 1) * 4 + unit * 8), _mm256_set1_epi16(15));
 }
 
-// Of 16 outputs with one unit of a row. Written out, for all registers are in use: GCC 12 keeps broadcast units or its own
-// copies of sums in some of them, and sums that go through memory wait for each other.
+// Of 16 outputs with one unit of a row: of floats, and of integers, written out for the same reason.
 inline void add_products(__m256 (&sum)[2], __m256i a, __m256i b, const int32_t *unit) {
-    __m256i in;
-    asm volatile(
-        "vpbroadcastd %3, %2\n\t"
-        "vfmadd231ps %2, %4, %0\n\t"
-        "vfmadd231ps %2, %5, %1"
-        : "+x"(sum[0]), "+x"(sum[1]), "=&x"(in)
-        : "m"(*unit), "x"(a), "x"(b));
+    add_products(sum[0], sum[1], a, b, unit);
 }
 
 inline void add_products(__m256i (&sum)[2], __m256i a, __m256i b, const int32_t *unit) {
@@ -210,35 +202,43 @@ void tile(const LinearCall &call, const Rows &x, int64_t panel, int64_t row, Ahe
     const uint8_t *values = static_cast<const uint8_t *>(w.values) + panel * (w.in_size / quad_inputs(BITS)) * BYTES;
     const int32_t *units = x.units + row * x.num_units;
     __m256 totals[MR][P][2];
-    if constexpr (BITS == 16) {
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++)
+    for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-            for (int v = 0; v < 2 * P; v++) totals[m][v / 2][v % 2] = _mm256_setzero_ps();
+        for (int v = 0; v < 2 * P; v++) totals[m][v / 2][v % 2] = _mm256_setzero_ps();
+    if constexpr (BITS == 16) {
         add_quads<BITS, MR, P, FIRST>(values, units, w.in_size / 2, next, totals);
     } else {
-        const int64_t quads = w.group / 4, known = row * x.num_groups;
-        const bool per_group = has_scale_per_group(w);
+        const int64_t quads = w.group / 4;
         for (int64_t g = 0; g < x.num_groups; g++) {
+            const int64_t known = row * x.num_groups + g * MR, of_panel = (panel * x.num_groups + g) * PANEL + FIRST * 16;
+            const int32_t *starts = x.starts + known;
+            const float *scales = x.scales + known, *sums_of_x = x.sums_of_x + known;
             __m256i sum[MR][P][2];
 #pragma GCC unroll 8
             for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-                for (int v = 0; v < 2 * P; v++)
-                    sum[m][v / 2][v % 2] = _mm256_set1_epi32(-w.zero * x.sums[known + g * MR + m]);
+                for (int v = 0; v < 2 * P; v++) sum[m][v / 2][v % 2] = _mm256_set1_epi32(starts[m]);
             add_quads<BITS, MR, P, FIRST>(values, units, quads, next, sum);
             values += quads * BYTES, units += quads * MR * 2, next.at += quads * next.step;
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * P; v++) {
-                const int64_t at = (panel * x.num_groups + g) * PANEL + (FIRST * 2 + v) * LANES;
-                const __m256 scale = half8(w.scales, at), minimum = w.minimums ? half8(w.minimums, at) : scale;
+                const __m256 scale = half8(w.scales, of_panel + v * LANES);
 #pragma GCC unroll 8
                 for (int m = 0; m < MR; m++) {
-                    __m256 &total = totals[m][v / 2][v % 2], part = _mm256_cvtepi32_ps(sum[m][v / 2][v % 2]);
-                    if (per_group) part = _mm256_mul_ps(part, _mm256_set1_ps(x.scales[known + g * MR + m]));
-                    part = g ? _mm256_fmadd_ps(part, scale, total) : _mm256_mul_ps(part, scale);
-                    if (w.minimums) part = _mm256_fmadd_ps(_mm256_set1_ps(x.sums_of_x[known + g * MR + m]), minimum, part);
-                    total = part;
+                    __m256 &total = totals[m][v / 2][v % 2];
+                    const __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(scales + m));
+                    total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][v / 2][v % 2]), both, total);
+                }
+            }
+            if (!w.minimums) continue;
+#pragma GCC unroll 4
+            for (int v = 0; v < 2 * P; v++) {
+                const __m256 minimum = half8(w.minimums, of_panel + v * LANES);
+#pragma GCC unroll 8
+                for (int m = 0; m < MR; m++) {
+                    __m256 &total = totals[m][v / 2][v % 2];
+                    total = _mm256_fmadd_ps(_mm256_broadcast_ss(sums_of_x + m), minimum, total);
                 }
             }
         }
@@ -250,7 +250,6 @@ void tile(const LinearCall &call, const Rows &x, int64_t panel, int64_t row, Ahe
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
             __m256 out = totals[m][v / 2][v % 2];
-            if (BITS != 16 && !has_scale_per_group(w)) out = _mm256_mul_ps(out, _mm256_set1_ps(x.scales[row + m]));
             if (w.bias) out = _mm256_add_ps(out, _mm256_loadu_ps(w.bias + column));
             const int64_t at = (row + m) * w.out_size + column;
             if (call.add) {
@@ -280,7 +279,7 @@ int64_t num_units(const PacelineWeight &w) { return w.in_size / quad_inputs(w.bi
 
 int64_t shared_bytes(const PacelineWeight &w, int64_t num_rows) {
     const int64_t groups = w.bits == 16 ? 0 : num_rows * (w.in_size / w.group);
-    return up(num_rows * num_units(w) * 4) + up(groups * 4) + up(groups * 4 + num_rows * 4) + up(groups * 4);
+    return up(num_rows * num_units(w) * 4) + 3 * up(groups * 4);
 }
 
 template <int BITS>
@@ -302,8 +301,8 @@ void run(const LinearCall &call, int64_t num_rows, const Team &team) {
     const int64_t groups = num_rows * rows.num_groups;
     char *at = team.shared;
     rows.units = reinterpret_cast<int32_t *>(at), at += up(num_rows * rows.num_units * 4);
-    rows.sums = reinterpret_cast<int32_t *>(at), at += up(groups * 4);
-    rows.scales = reinterpret_cast<float *>(at), at += up(groups * 4 + num_rows * 4);
+    rows.starts = reinterpret_cast<int32_t *>(at), at += up(groups * 4);
+    rows.scales = reinterpret_cast<float *>(at), at += up(groups * 4);
     rows.sums_of_x = reinterpret_cast<float *>(at);
     (w.bits == 16 ? multiply<16> : w.bits == 8 ? multiply<8> : multiply<4>)(call, rows, team);
 }
