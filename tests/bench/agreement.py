@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("README.md", "docs/operations.md", "docs/multi-node.md", "LICENSE")
 LENGTH = 512  # ids of each text
-PLACES = range(64, LENGTH, 8)  # ids of a beginning
+PLACES = range(64, LENGTH, 16)  # ids of a beginning
 
 
 @dataclass(frozen=True)

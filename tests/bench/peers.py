@@ -28,7 +28,7 @@ from tests.bench import metal
 from tests.bench.agreement import agreement, reference
 from tests.bench.peer_rows import BY_NAME, IN_PROCESS, Row, Values, wear_in
 from tests.bench.peer_table import METAL_ROWS, table, write_table
-from tests.bench.servers import MODEL, NAME, PEERS, Running, start_llamacpp, start_paceline, start_vllm
+from tests.bench.servers import MODEL, NAME, PEERS, Running, start_llamacpp, start_paceline, vllm_settings
 from tests.e2e.server import PACELINE
 from tests.prove.lines import BENCH, ROOT, NotHere
 
@@ -38,7 +38,7 @@ RESULTS = ROOT / "build" / "peers.json"
 def starters(ours: Iterable[str], peers: Iterable[str], flags: list[str], folder: Path) -> list[Callable[[], Running]]:
     """``ours``: bf16, or formats of --quantization."""
     known = {
-        "vllm": [partial(start_vllm, "both cores", "0-1"), partial(start_vllm, "one core", "0")],
+        "vllm": [setting.start for setting in vllm_settings()],
         "llamacpp": [start_llamacpp],
     }
     formats = [[] if name == "bf16" else ["--quantization", name] for name in ours]

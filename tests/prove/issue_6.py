@@ -1,6 +1,7 @@
 """The five lines of issue 6: speed, beside the peers and beside the machine. Lines 1 to 3 are measured once, together;
 the table goes where docs/performance.md has it."""
 
+import math
 import subprocess
 import sys
 from functools import cache
@@ -18,7 +19,7 @@ from paceline.worker.sources import resolve
 from tests.bench import peers, quality
 from tests.bench.peer_rows import BY_NAME, IN_PROCESS
 from tests.bench.peer_table import shares_of_the_machine, table, write_table
-from tests.bench.servers import PEERS
+from tests.bench.servers import PEERS, vllm_settings
 from tests.prove import issue_1, issue_3, issue_4
 from tests.prove.lines import Line, NotHere, load, metric, server
 
@@ -52,7 +53,7 @@ def measured() -> dict[str, Any]:
     peers.RESULTS.unlink(missing_ok=True)
     session = peers.Session(peers.RESULTS)
     with peers.started(session, OURS, ("vllm", "llamacpp")) as servers:
-        both = [one for one in servers if one.setting in ("both cores", "bf16")]
+        both = [one for one in servers if one.setting in (vllm_settings()[0].name, "bf16")]
         fast = [one for one in servers if one.setting == FAST]
         session.measure_in_process([FAST], servers, ROUNDS)
         for rows, those in ((WITH_EVERYONE, servers), (WITH_FAST, [*both, *fast]), (WITH_BF16, both)):
@@ -86,7 +87,12 @@ def ratio(row: str, figure: str, ours: str, peer: str, more_is_better: bool = Tr
     held = measured()["rows"][row]
     settings = {key: rounds for key, rounds in held.items() if key.startswith(peer)}
     best = (max if more_is_better else min)(settings.values(), key=lambda rounds: median(v[figure] for v in rounds))
-    return median(our[figure] / their[figure] for our, their in zip(held[ours], best, strict=True) if their[figure])
+    return median(_times(our[figure], their[figure]) for our, their in zip(held[ours], best, strict=True))
+
+
+def _times(our: float, their: float) -> float:
+    """Of two nothings no times at all."""
+    return our / their if their else math.inf if our else 0.0
 
 
 def beside_vllm() -> str:
