@@ -459,13 +459,16 @@ class WithStranger(ChildLauncher):
 
 
 class WithDouble(ChildLauncher):
-    """Process 0 comes twice."""
+    """Process 0 comes twice. That the double is turned away and ends is no trouble of the gang's."""
 
     def start(self, door: Door) -> None:
         ChildLauncher.start(self, door)
-        twin = ChildLauncher(1, self._work)
-        twin.start(door)
-        self.children += twin.children
+        self.double = ChildLauncher(1, self._work)
+        self.double.start(door)
+
+    def kill(self) -> None:
+        ChildLauncher.kill(self)
+        self.double.kill()
 
 
 @pytest.mark.parametrize("launcher_type", [WithStranger, WithDouble])

@@ -12,6 +12,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 
+#include "broadcast_avx2.h"
 #include "panels.h"
 
 namespace {
@@ -136,16 +137,9 @@ inline __m256i widened(const uint8_t *quad, int outputs, int unit) {
     return _mm256_and_si256(_mm256_srli_epi16(w, (outputs >> 1) * 4 + unit * 8), _mm256_set1_epi16(15));
 }
 
-// Of 16 outputs with one unit of a row. Written out, for all registers are in use: GCC 12 keeps broadcast units or its own
-// copies of sums in some of them, and sums that go through memory wait for each other.
+// Of 16 outputs with one unit of a row: of floats, and of integers, written out for the same reason.
 inline void add_products(__m256 (&sum)[2], __m256i a, __m256i b, const int32_t *unit) {
-    __m256i in;
-    asm volatile(
-        "vpbroadcastd %3, %2\n\t"
-        "vfmadd231ps %2, %4, %0\n\t"
-        "vfmadd231ps %2, %5, %1"
-        : "+x"(sum[0]), "+x"(sum[1]), "=&x"(in)
-        : "m"(*unit), "x"(a), "x"(b));
+    add_products(sum[0], sum[1], a, b, unit);
 }
 
 inline void add_products(__m256i (&sum)[2], __m256i a, __m256i b, const int32_t *unit) {

@@ -3,7 +3,8 @@
 //
 // Keys and values lie in the cache as products read them, 16 keys side by side: a slab. A strip of six query rows at a time
 // goes through both products over four slabs, so that its scores never leave the nearest cache. Both are products of one
-// kind, rows of units times slabs of units, where a unit is 32 bits: one float, or a pair of bf16.
+// kind, rows of units times slabs of units, where a unit is 32 bits: one float, or a pair of bf16. Where no instruction
+// multiplies pairs, rows are floats, and each slab's pairs are split as they are read.
 //
 //     scores [rows, keys]  =  q [rows, dim units]     keys    [dim units][16]   a pair: entries 2i and 2i + 1 of a key
 //     out    [rows, dim]  +=  weights [rows, units]   values  [key units][dim]  a pair: keys 2i and 2i + 1
@@ -15,6 +16,10 @@
 
 #include "attention.h"
 #include "vectors.h"
+
+#if W == 8
+#include "broadcast_avx2.h"
+#endif
 
 namespace {
 
@@ -28,6 +33,11 @@ using paceline::Tile;
 
 constexpr int WIDEST = W == 16 ? 4 : 2;  // vectors of a row whose sums stay in registers
 constexpr int SLABS = KEYS / SLAB;
+#ifdef HAS_BF16
+constexpr bool TAKES_PAIRS = true;
+#else
+constexpr bool TAKES_PAIRS = false;
+#endif
 constexpr float UNSEEN = -1e30f;  // below every score, and finite: the difference of two is 0
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -46,6 +56,8 @@ struct Attend {
     using Element = typename T::Element;
     static constexpr int PER_UNIT = 4 / sizeof(Element);
     static constexpr int KEY_UNITS = SLAB / PER_UNIT;  // of a slab of values
+    static constexpr int PARTS = TAKES_PAIRS ? 1 : PER_UNIT;  // products that a unit takes
+    static constexpr int ROW_UNITS = KEYS / PER_UNIT * PARTS;  // of a row of weights
 
     const PacelineAttention &call;
     const Tile &tile, &next;  // and the one whose turn it is then
@@ -56,7 +68,7 @@ struct Attend {
     const bool in_slabs = paceline::in_slabs(*call.rows);
     int32_t *zeros;                                        // a slab
     int32_t *own_keys, *own_values;                        // slabs that do not lie in the cache as they are needed
-    int32_t *queries;                                      // [rows][units]
+    int32_t *queries;                                      // of each strip [units][PARTS][rows]
     const int32_t *keys[SLABS], *values[SLABS];            // of the positions that are looked at
     const int32_t *next_keys[SLABS], *next_values[SLABS];  // of those that come next
 
@@ -64,7 +76,7 @@ struct Attend {
 
     static int64_t scratch_bytes(const PacelineAttention &call) {
         const int64_t rows = greatest(MOST_ROWS, call.num_heads / call.num_kv_heads);
-        return 4 * call.head_dim / PER_UNIT * ((2 * SLABS + 1) * SLAB + rows);
+        return 4 * call.head_dim / PER_UNIT * ((2 * SLABS + 1) * SLAB + rows * PARTS);
     }
 
     Attend(const PacelineAttention &call, const Tile &tile, const Tile &next, char *scratch)
@@ -80,16 +92,29 @@ struct Attend {
         return call.rows->first_tokens[tile.row] + tile.first_position - call.rows->starts[tile.row];
     }
 
+    // One product of a slab's unit, which all rows share.
+    template <class Unit>
+    static INLINE Unit part_of(Unit unit, int part) {
+        if constexpr (PARTS == 1) return unit;
+        return part ? unit & ~0xffff : unit << 16;
+    }
+
     static INLINE F multiply(I a, I b, F sum) {
-        if constexpr (PER_UNIT == 1) {
-            return fma((F)a, (F)b, sum);
-        } else {
 #ifdef HAS_BF16
-            return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-            return fma((F)(a & ~0xffff), (F)(b & ~0xffff), fma((F)(a << 16), (F)(b << 16), sum));
+        if constexpr (PER_UNIT == 2) return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
-        }
+        return fma((F)a, (F)b, sum);
+    }
+
+    // A row's unit times V vectors.
+    template <int V>
+    static INLINE void add_products(F (&sum)[V], const int32_t *unit, const I (&b)[V]) {
+#if W == 8
+        if constexpr (V == 2) return ::add_products((__m256 &)sum[0], (__m256 &)sum[1], (__m256i)b[0], (__m256i)b[1], unit);
+#endif
+        const I a = splat(*unit);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[v] = multiply(a, b[v], sum[v]);
     }
 
     INLINE const char *in_cache(const void *cache, const Tile &at, int64_t block, int64_t bytes) const {
@@ -181,17 +206,16 @@ struct Attend {
             from[v] = keys[slab] + lane, ahead[v] = next_keys[slab] + lane;
         }
         for (int64_t k = 0; k < units; k++) {
-            I b[V];
+            if constexpr (ASKS)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                b[v] = load<I>(from[v] + k * SLAB);
-                if constexpr (ASKS) __builtin_prefetch(ahead[v] + k * SLAB, 0, 3);
-            }
+                for (int v = 0; v < V; v++) __builtin_prefetch(ahead[v] + k * SLAB, 0, 3);
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS; part++) {
+                I b[V];
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const I a = splat(q[r * units + k]);
+                for (int v = 0; v < V; v++) b[v] = part_of(load<I>(from[v] + k * SLAB), part);
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) sum[r][v] = multiply(a, b[v], sum[r][v]);
+                for (int r = 0; r < R; r++) add_products(sum[r], q + (k * PARTS + part) * R + r, b);
             }
         }
 #pragma GCC unroll 8
@@ -200,8 +224,8 @@ struct Attend {
             for (int v = 0; v < V; v++) store(scores + r * KEYS + (first + v) * W, sum[r][v]);
     }
 
-    // out[R][padded] = out * factors + weights[R][KEYS / PER_UNIT] values, of V vectors from entry `at` on. Of a single
-    // vector there may be less.
+    // out[R][padded] = out * factors + weights[R][KEYS / PER_UNIT][PARTS] values, of V vectors from entry `at` on. Of a
+    // single vector there may be less.
     template <int R, bool ASKS, int V>
     INLINE void add_values(const int32_t *weights, int64_t slabs, int64_t at, const float *factors, float *out) const {
         const int64_t some = V == 1 ? dim - at : W;
@@ -211,19 +235,18 @@ struct Attend {
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) sum[r][v] = load<F>(out + r * padded + at + v * W) * factors[r];
         for (int64_t s = 0; s < slabs; s++) {
-            const int32_t *from = values[s] + at, *ahead = next_values[s] + at, *by = weights + s * KEY_UNITS;
+            const int32_t *from = values[s] + at, *ahead = next_values[s] + at, *by = weights + s * KEY_UNITS * PARTS;
             for (int64_t k = 0; k < KEY_UNITS; k++) {
-                I b[V];
+                if constexpr (ASKS)
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) {
-                    b[v] = load<I>(from + k * dim + v * W, some);
-                    if constexpr (ASKS) __builtin_prefetch(ahead + k * dim + v * W, 0, 3);
-                }
+                    for (int v = 0; v < V; v++) __builtin_prefetch(ahead + k * dim + v * W, 0, 3);
+#pragma GCC unroll 2
+                for (int part = 0; part < PARTS; part++) {
+                    I b[V];
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    const I a = splat(by[r * (KEYS / PER_UNIT) + k]);
+                    for (int v = 0; v < V; v++) b[v] = part_of(load<I>(from + k * dim + v * W, some), part);
 #pragma GCC unroll 8
-                    for (int v = 0; v < V; v++) sum[r][v] = multiply(a, b[v], sum[r][v]);
+                    for (int r = 0; r < R; r++) add_products(sum[r], by + r * ROW_UNITS + k * PARTS + part, b);
                 }
             }
         }
@@ -251,10 +274,10 @@ struct Attend {
     template <int R, bool ASKS>
     void look(int64_t row, int64_t block, int64_t slabs, const State &state) {
         alignas(64) float scores[R][KEYS];
-        alignas(64) int32_t weights[R][KEYS / PER_UNIT];
+        alignas(64) int32_t weights[R][ROW_UNITS];
         float factors[R];
         const int64_t vectors = slabs * SLAB / W;
-        multiply_all_keys<R, ASKS>(queries + row * units, 0, vectors, scores[0]);
+        multiply_all_keys<R, ASKS>(queries + row * units * PARTS, 0, vectors, scores[0]);
         for (int r = 0; r < R; r++) {
             const int64_t position = tile.first_position + (row + r) / group;
             const int64_t last = position - block;
@@ -278,7 +301,7 @@ struct Attend {
             for (int64_t v = 0; v < vectors; v++) {
                 const F weight = exp2(load<F>(scores[r] + v * W) - after);
                 sum += weight;
-                if constexpr (PER_UNIT == 2)
+                if constexpr (PER_UNIT > PARTS)
                     store(weights[r] + v * W / 2, to_bf16(weight));
                 else
                     store(weights[r] + v * W, weight);
@@ -305,7 +328,13 @@ struct Attend {
             const int64_t head = tile.kv_head * group + row % group;
             const Element *q = static_cast<const Element *>(call.q) + (first_token() + row / group) * call.q_stride +
                                head * dim;
-            std::memcpy(queries + row * units, q, 4 * units);
+            const int64_t strip = row / STRIP * STRIP, step = least(STRIP, num_rows - strip);
+            int32_t *to = queries + strip * units * PARTS + row - strip;
+            for (int64_t unit = 0; unit < units; unit++) {
+                int32_t whole;
+                std::memcpy(&whole, q + unit * PER_UNIT, 4);
+                for (int part = 0; part < PARTS; part++, to += step) *to = part_of(whole, part);
+            }
         }
         std::memset(state.out, 0, 4 * num_rows * padded);
         std::memset(state.sums, 0, 4 * num_rows * LANES);
