@@ -14,6 +14,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     step, while there is work, after which the process ends itself. ``drain_seconds``: what running requests get when
     the process is told to end. ``cluster_token``: whoever asks for work must show it; None lets everybody in.
     ``start_timeout``: seconds that each phase of a gang's start may take. ``depth``: plans in flight; None: what pays.
+    ``target_itl``: seconds between a stream's tokens that prompts beside it are cut to keep; 0 cuts nothing.
     ``max_waiting_requests``, ``max_waiting_tokens``: what comes beyond is refused; 0 is no limit.
     """
 
@@ -28,6 +29,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 30.0
     long_prefill_tokens: int | None = None
     max_partial_prefills: int = 2
+    target_itl: float = 0.1
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 0
     log_format: str = "console"  # of the replica's process and the controller's: see proto/logs.py

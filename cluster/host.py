@@ -300,6 +300,7 @@ def _engine_config(config: ReplicaConfig, loaded: Loaded) -> EngineConfig:
         max_num_batched_tokens=config.rank.max_num_batched_tokens,
         long_prefill_tokens=config.long_prefill_tokens,
         max_partial_prefills=config.max_partial_prefills,
+        target_itl=config.target_itl,
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

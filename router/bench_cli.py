@@ -5,6 +5,7 @@ Every run has prompts of its own, so that no prefix cache knows them; a warm-up 
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,11 +14,11 @@ from rich.table import Table
 
 from paceline.proto.errors import StartupError
 from paceline.router.bench.config import BenchConfig
-from paceline.router.bench.drive import Target, closed_loop, open_loop, warm_up
+from paceline.router.bench.drive import IsLost, Target, closed_loop, never, open_loop, warm_up
 from paceline.router.bench.figures import PERCENTILES, Figures, Record, Spread, cost_per_million, figures_of
 from paceline.router.bench.goodput import Slo, highest_rate, most_streams, parse_slo
 from paceline.router.bench.plot import plot_goodput, plot_run, require_matplotlib
-from paceline.router.bench.workloads import draw
+from paceline.router.bench.workloads import Job, draw
 
 DEFAULT_VOCAB_SIZE = 32_000  # nearly every model has as many ids
 RATE, STREAMS = "requests a second", "streams"
@@ -107,14 +108,20 @@ class Bench:
         return met
 
     async def _closed(self, concurrency: int) -> tuple[Figures, list[Record]]:
-        records, seconds = await closed_loop(self._target, self._jobs(), concurrency)
+        jobs = self._jobs()
+        records, seconds = await closed_loop(self._target, jobs, concurrency, self._is_lost(jobs))
         return figures_of(records, seconds), records
 
     async def _open(self, rate: float) -> tuple[Figures, list[Record]]:
-        records, seconds = await open_loop(self._target, self._jobs(), rate, self._config.seed)
+        jobs = self._jobs()
+        records, seconds = await open_loop(self._target, jobs, rate, self._config.seed, self._is_lost(jobs))
         return figures_of(records, seconds), records
 
-    def _jobs(self) -> list[Any]:
+    def _is_lost(self, jobs: list[Job]) -> IsLost:
+        """A search goes on as soon as a probe is decided."""
+        return partial(self._slo.is_lost, jobs=jobs) if self._slo else never
+
+    def _jobs(self) -> list[Job]:
         config = self._config
         return draw(config.workload, config.num_requests, f"{config.seed}/{next(self._numbers)}", self._vocab_size)
 

@@ -196,8 +196,11 @@ SETTINGS: tuple[Setting, ...] = (
 
     _row(ENGINE, "max_num_seqs", "Sequences that run at once.", "rank.max_num_seqs", least=1),
     _row(ENGINE, "max_num_batched_tokens",
-         "Token budget of one step: lower keeps streams smooth, higher suits a GPU.", "rank.max_num_batched_tokens",
+         "Token budget of one step: a higher one suits a GPU.", "rank.max_num_batched_tokens",
          least=1),
+    _row(ENGINE, "target_itl",
+         "Seconds between a stream's tokens; prompts beside streams are cut to keep it. 0: up to the budget.",
+         "replica.target_itl", least=0),
     _row(ENGINE, "long_prefill_token_threshold", "Most tokens that one long prompt takes of a step while others wait.",
          "replica.long_prefill_tokens", least=1, shown="half of the budget"),
     _row(ENGINE, "max_num_partial_prefills", "Long prompts that are in prefill at once.",

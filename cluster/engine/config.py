@@ -10,10 +10,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts unless said otherwise.
 
     ``long_prefill_tokens``: a prompt with more left to compute than this is long: while others want to prefill too it
-    takes at most this share of a step, and at most ``max_partial_prefills`` long ones are in prefill at once.
+    takes at most as many of a step, or half of what pace.py leaves of it, and at most ``max_partial_prefills`` long
+    ones are in prefill at once.
     ``max_bypasses``: how often smaller requests may pass a waiting head that lacks blocks.
     ``max_waiting_requests`` counts choices, ``max_waiting_tokens`` what they still need computed: what comes beyond is
     refused as overload; 0 is no limit.
+    ``target_itl``: seconds between two tokens of a stream that prompts beside it are cut to keep; 0 cuts nothing.
     ``depth``: plans that may be in flight. ``num_stages``: of the pipeline that runs them.
     ``windows``: by KV group, tokens that a query sees, itself included; 0 sees all (paging.py).
     ``scheduling_policy``: "priority" or "fcfs" (a priority other than 0 is then refused).
@@ -29,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_tokens: int | None = None  # None: half of the budget
     max_partial_prefills: int = 2
     max_bypasses: int = 16
+    target_itl: float = 0.1
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 0
     enable_prefix_caching: bool = True
@@ -49,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, field) < 1:
                 raise StartupError(f"{field} is {getattr(self, field)}: it must be at least 1")
-        for field in ("max_waiting_requests", "max_waiting_tokens"):
+        for field in ("max_waiting_requests", "max_waiting_tokens", "target_itl"):
             if getattr(self, field) < 0:
                 raise StartupError(f"{field} is {getattr(self, field)}: 0 is no limit, less than that is nothing")
         if not self.windows or min(self.windows) < 0:
@@ -61,6 +64,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def plan_budget(self) -> int:
         """Tokens of one plan."""
         return plan_budget(self.max_num_batched_tokens, self.num_stages)
+
+    @property
+    def target_step_seconds(self) -> float:
+        """A stream's token goes through all stages before its next one is planned."""
+        return self.target_itl / self.num_stages
 
     @property
     def paging(self) -> Paging:

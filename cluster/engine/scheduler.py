@@ -19,6 +19,7 @@ from paceline.cluster.engine.blocks import BlockPool
 from paceline.cluster.engine.config import EngineConfig
 from paceline.cluster.engine.deadlines import Deadlines
 from paceline.cluster.engine.draft import Draft
+from paceline.cluster.engine.pace import Pace
 from paceline.cluster.engine.record import Counters, StepRecord
 from paceline.cluster.engine.residents import Residents
 from paceline.cluster.engine.sequence import NEVER, NO_SLOT, Sequence
@@ -55,7 +56,8 @@ class Scheduler:
         self.residents = Residents(config.max_num_seqs, config.paging, self.pool, self.waiting, self.counters)
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._requests: dict[str, list[Sequence]] = {}  # live choices of live requests
-        self._in_flight: deque[tuple[int, list[Sequence], list[int]]] = deque()  # step id, rows, lengths
+        self._pace = Pace(config.target_step_seconds, config.plan_budget)
+        self._in_flight: deque[Draft] = deque()
         self._eos = frozenset(config.eos_ids)
         self._has_windows = any(config.windows)
         self._num_alive = 0  # choices, also those still to be forked
@@ -151,9 +153,10 @@ class Scheduler:
         """The next step, or None when nothing can be planned before a result arrives."""
         draft = Draft(self._next_step, self.config.plan_budget, self._most_draws())
         prefilling = self._plan_decodes(draft)
-        num_long, promised = self._plan_prefills(draft, prefilling)
+        share = self._pace_prefills(draft)
+        num_long, promised = self._plan_prefills(draft, prefilling, share)
         if self._requests:
-            self._admit(draft, num_long, promised)
+            self._admit(draft, share, num_long, promised)
         if draft.waits_for in ("blocks", "long prefills"):
             self._stuck = True
         elif draft.admissions:
@@ -167,7 +170,7 @@ class Scheduler:
         self._next_step += 1
         num_tokens = sum(draft.lens)
         self.counters.computed += num_tokens
-        self._in_flight.append((draft.step_id, draft.rows, draft.lens))
+        self._in_flight.append(draft)
         self.records.append(
             StepRecord(
                 step_id=draft.step_id,
@@ -220,7 +223,17 @@ class Scheduler:
         draft.num_decode = len(draft.rows)
         return prefilling
 
-    def _plan_prefills(self, draft: Draft, prefilling: list[Sequence]) -> tuple[int, int]:
+    def _pace_prefills(self, draft: Draft) -> int:
+        """Cuts what is left of the budget to what streams can wait for. Returns the share of a long prompt."""
+        share = self.config.long_prefill_threshold
+        if draft.num_decode:
+            paced = self._pace.num_prefill_tokens(draft.num_decode)
+            if paced < draft.budget:
+                draft.budget = paced
+                share = min(share, -(-paced // 2))
+        return share
+
+    def _plan_prefills(self, draft: Draft, prefilling: list[Sequence], share: int) -> tuple[int, int]:
         """Chunks of running prompts. Returns how many long ones are still in prefill, and the blocks they will need."""
         threshold = self.config.long_prefill_threshold
         contended = len(prefilling) > 1 or len(self.waiting) > 0
@@ -229,7 +242,7 @@ class Scheduler:
             if seq.slot == NO_SLOT:
                 continue  # preempted for an earlier one
             todo = seq.num_todo
-            limit = threshold if todo > threshold and contended else todo
+            limit = share if todo > threshold and contended else todo
             end = seq.num_planned + min(limit, draft.budget)
             if end == len(seq.token_ids) and not draft.draws:
                 end -= 1
@@ -241,7 +254,7 @@ class Scheduler:
             promised += self.residents.promise(seq)
         return num_long, promised
 
-    def _admit(self, draft: Draft, num_long: int, promised: int) -> None:
+    def _admit(self, draft: Draft, share: int, num_long: int, promised: int) -> None:
         """Waiting sequences take seats while seats, budget and blocks last."""
         config, residents = self.config, self.residents
         threshold, block_size = config.long_prefill_threshold, config.block_size
@@ -263,7 +276,7 @@ class Scheduler:
                 continue
             residents.seat(draft, seq, hit)
             contended = bool(num_long) or len(self.waiting) > 0
-            limit = threshold if todo > threshold and contended else todo
+            limit = share if todo > threshold and contended else todo
             end = residents.make_room(draft, seq, seq.num_planned + min(limit, draft.budget))
             if end > seq.num_planned:
                 self._put_prefill(draft, seq, end)
@@ -285,9 +298,11 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> list[TokenDelta]:
         """Takes in the oldest outstanding step; rows of an old epoch are dropped."""
-        step_id, rows, lens = self._in_flight.popleft()
+        draft = self._in_flight.popleft()
+        step_id, rows, lens = draft.step_id, draft.rows, draft.lens
         if step_id != result.step_id or len(rows) != len(result.num_ids):
             raise AssertionError(f"result of step {result.step_id} with {len(result.num_ids)} rows, expected {step_id}")
+        self._pace.saw(draft.num_decode, sum(lens) - draft.num_decode, result.model_seconds)
         deltas: list[TokenDelta] = []
         ids, at = result.ids.tolist(), 0
         logprobs, prompt_logprobs, faults = result.logprobs, result.prompt_logprobs, result.faults

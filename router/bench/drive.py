@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.router.bench.figures import Record
@@ -19,29 +19,55 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
-async def closed_loop(target: Target, jobs: Sequence[Job], concurrency: int) -> tuple[list[Record], float]:
-    """``concurrency`` requests are always open, as long as there are jobs. Records, and the seconds of the run."""
-    waiting = iter(jobs)
+IsLost = Callable[[Sequence[Record]], bool]  # whether a run is decided by what has ended of it
 
-    async def client() -> list[Record]:
-        return [await target.ask(job) for job in waiting]
+
+def never(ended: Sequence[Record]) -> bool:
+    return False
+
+
+async def closed_loop(
+    target: Target, jobs: Sequence[Job], concurrency: int, is_lost: IsLost = never
+) -> tuple[list[Record], float]:
+    """``concurrency`` requests are always open, as long as there are jobs. Records, and the seconds of the run.
+
+    ``is_lost`` is asked with what has ended, before each request: if so, no more are sent.
+    """
+    waiting, records = iter(jobs), list[Record]()
+
+    async def client() -> None:
+        for job in waiting:
+            if is_lost(records):
+                return
+            records.append(await target.ask(job))
 
     began = time.perf_counter()
-    shares = await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
-    return [record for share in shares for record in share], time.perf_counter() - began
+    await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
+    return records, time.perf_counter() - began
 
 
-async def open_loop(target: Target, jobs: Sequence[Job], rate: float, seed: int | str) -> tuple[list[Record], float]:
+async def open_loop(
+    target: Target, jobs: Sequence[Job], rate: float, seed: int | str, is_lost: IsLost = never
+) -> tuple[list[Record], float]:
     """A Poisson process: the times between requests are exponential, ``rate`` a second on average, whatever the target
-    does. Each is sent at its own time of the clock, so that a late one does not make all later ones late."""
+    does, until ``is_lost`` as above. Each is sent at its own time of the clock, so that a late one does not make all
+    later ones late."""
+    records: list[Record] = []
+
+    async def ask(job: Job) -> None:
+        records.append(await target.ask(job))
+
     rng = random.Random(f"arrivals/{seed}")
     began = due = time.perf_counter()
     asking = []
     for job in jobs:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        asking.append(asyncio.create_task(target.ask(job)))
+        if is_lost(records):
+            break
+        asking.append(asyncio.create_task(ask(job)))
         due += rng.expovariate(rate)
-    return list(await asyncio.gather(*asking)), time.perf_counter() - began
+    await asyncio.gather(*asking)
+    return records, time.perf_counter() - began
 
 
 async def warm_up(target: Target, workload: str, num_jobs: int, seed: int | str, vocab_size: int) -> None:

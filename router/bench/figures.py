@@ -77,7 +77,7 @@ def figures_of(records: Sequence[Record], wall_s: float) -> Figures:
         total_tokens_per_s=(output + prompts) / wall_s,
         ttft_ms=spread_of(ttfts(whole)),
         itl_ms=spread_of(itls(whole)),
-        e2e_ms=spread_of([1e3 * (record.ended - record.sent) for record in whole]),
+        e2e_ms=spread_of(e2es(whole)),
     )
 
 
@@ -87,6 +87,15 @@ def ttfts(records: Sequence[Record]) -> list[float]:
 
 def itls(records: Sequence[Record]) -> list[float]:
     return [1e3 * (b - a) for record in records if not record.failed for a, b in pairwise(record.arrivals)]
+
+
+def e2es(records: Sequence[Record]) -> list[float]:
+    return [1e3 * (record.ended - record.sent) for record in records if not record.failed]
+
+
+def num_above_p99(count: int) -> int:
+    """How many of so many values have to be above a limit for p99 to be."""
+    return count - min(count - 1, count * 99 // 100)
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:

@@ -1,12 +1,13 @@
-"""How much load a target takes while it stays good: what good is, and the search for the most. Knows no requests."""
+"""How much load a target takes while it stays good: what good is, and the search for the most. Sends nothing."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from paceline.proto.errors import StartupError
-from paceline.router.bench.figures import Figures
+from paceline.router.bench.figures import Figures, Record, e2es, itls, num_above_p99, ttfts
+from paceline.router.bench.workloads import Job
 
 KINDS = ("ttft", "itl", "e2e")
 UNITS = {"": 1.0, "ms": 1.0, "s": 1e3}
@@ -24,6 +25,17 @@ class Slo(msgspec.Struct, frozen=True):
             return False
         spreads = {kind: getattr(figures, f"{kind}_ms") for kind in self.limits}
         return all(spread is None or spread.p99 <= self.limits[kind] for kind, spread in spreads.items())
+
+    def is_lost(self, ended: Sequence[Record], jobs: Sequence[Job]) -> bool:
+        """Whether a run of these jobs cannot meet it any more, however fast those are that have not ended."""
+        if any(record.failed or record.short for record in ended):
+            return True
+        found = {"ttft": ttfts, "itl": itls, "e2e": e2es}
+        most = {"ttft": len(jobs), "itl": sum(job.num_wanted - 1 for job in jobs), "e2e": len(jobs)}
+        return any(
+            sum(value > limit for value in found[kind](ended)) >= num_above_p99(most[kind])
+            for kind, limit in self.limits.items()
+        )
 
     def __str__(self) -> str:
         return ", ".join(f"p99 of {kind} within {limit:g} ms" for kind, limit in self.limits.items())

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 
@@ -85,13 +86,12 @@ class Goodput(Row):
             nonlocal tried
             tried += 1
             seed = f"{self.name}/{number}/{tried}"
-            records, seconds = await open_loop(
-                target, draw(self.workload, self.num_requests, seed, VOCAB_SIZE), rate, seed
-            )
+            jobs = draw(self.workload, self.num_requests, seed, VOCAB_SIZE)
+            records, seconds = await open_loop(target, jobs, rate, seed, partial(SLO.is_lost, jobs=jobs))
             return SLO.is_met(figures_of(records, seconds))
 
         await warm_up(target, self.workload, 2, f"{self.name}/{number}", VOCAB_SIZE)
-        rate = await highest_rate(meets, start=2.0, limit=self.num_requests)
+        rate = await highest_rate(meets, start=1.0, limit=self.num_requests)
         await target.close()
         return rate
 
@@ -114,7 +114,7 @@ ROWS = (
             ("itl_max", "mixed, between tokens, longest, ms", False),
         ),
     ),
-    Goodput("goodput", "steady", 0, 48, (("goodput", f"goodput, {SLO}, requests/s", True),)),
+    Goodput("goodput", "steady", 0, 24, (("goodput", f"goodput, {SLO}, requests/s", True),)),
 )
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -5,9 +5,12 @@ import io
 import json
 import random
 from contextlib import asynccontextmanager
+from itertools import accumulate
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from paceline.proto.errors import StartupError
@@ -87,6 +90,16 @@ async def test_an_open_loop_sends_on_whatever_the_target_does():
     assert (len(records), target.most_open) == (40, 40)
 
 
+async def test_a_run_that_is_decided_sends_no_more():
+    def after_three(ended):
+        return len(ended) >= 3
+
+    records, _ = await closed_loop(FakeTarget(), [Job([1], 1)] * 40, 1, after_three)
+    assert len(records) == 3
+    records, _ = await open_loop(FakeTarget(seconds=0), [Job([1], 1)] * 40, 100, 1, after_three)
+    assert 3 <= len(records) < 40
+
+
 # -- what is made of it ------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +146,30 @@ def test_limits_are_broken_by_the_slowest_hundredth_and_by_any_failure():
     assert not slo.is_met(figures(slow=3))
     assert not slo.is_met(figures(slow=0, failed=1))
     assert not slo.is_met(figures(slow=0, short=1))
+
+
+times = st.lists(st.sampled_from([0.05, 0.15]), min_size=2, max_size=8)
+
+
+@given(
+    st.lists(times, min_size=1, max_size=150), st.sampled_from(["ttft=100", "itl=100", "e2e=300", "ttft=1s,itl=100"])
+)
+def test_a_run_is_lost_as_soon_as_its_limits_cannot_be_met_and_not_before(runs, limits):
+    """Whoever has not ended may be as fast as can be, or not: the last one decides."""
+    jobs = [Job([1], len(gaps)) for gaps in runs]
+    records = [Record(1, len(gaps), 0.0, list(accumulate(gaps)), sum(gaps), len(gaps)) for gaps in runs]
+    fast = [Record(1, len(gaps), 0.0, [0.0] * len(gaps), 0.0, len(gaps)) for gaps in runs]
+    slo = parse_slo(limits)
+    for count in range(len(runs) + 1):
+        best = figures_of([*records[:count], *fast[count:]], 1.0)
+        assert slo.is_lost(records[:count], jobs) == (not slo.is_met(best))
+
+
+def test_a_run_with_a_failure_or_a_short_answer_is_lost():
+    slo, jobs = parse_slo("ttft=1s"), [Job([1], 2)] * 9
+    assert slo.is_lost([Record(1, 2, 0.0, error="500")], jobs)
+    assert slo.is_lost([Record(1, 2, 0.0, [0.1], 0.1, 1)], jobs)
+    assert not slo.is_lost([Record(1, 2, 0.0, [0.1, 0.2], 0.2, 2)], jobs)
 
 
 @pytest.mark.parametrize("capacity", [0.8, 1.0, 3.1, 5.7, 63.0, 500.0])

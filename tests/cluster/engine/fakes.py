@@ -47,6 +47,7 @@ class FakeExecutor(Executor):
     Blocks hold which ids were written where, and for which group, so that in every group a row reads back exactly its
     own sequence, as far as the windows of its queries reach, or the test fails.
     ``staged``: a first stage, which never hears what the last one draws but by a later plan. ``windows``: by KV group.
+    ``seconds``: that a plan is said to have taken.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class FakeExecutor(Executor):
         staged: bool = False,
         windows: tuple[int, ...] = (0,),
         eos_ids: tuple[int, ...] = (),
+        seconds: Callable[[StepPlan], float] = lambda plan: 0.0,
     ):
+        self.seconds = seconds
         self.eos_ids = eos_ids
         self.staged = staged
         self.windows = windows
@@ -98,6 +101,7 @@ class FakeExecutor(Executor):
                 ids=ids,
                 prompt_logprobs=prompt_logprobs,
                 faults=faults,
+                model_seconds=self.seconds(plan),
             )
         )
 

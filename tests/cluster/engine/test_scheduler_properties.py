@@ -72,6 +72,7 @@ configs = st.fixed_dictionaries(
         "num_stages": st.integers(1, 3),
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([1, 7, 16, 64, 1000]),
+        "target_itl": st.sampled_from([0.0, 0.1]),
         "max_partial_prefills": st.integers(1, 2),
         "max_bypasses": st.integers(0, 3),
         "enable_prefix_caching": st.booleans(),
@@ -82,6 +83,11 @@ configs = st.fixed_dictionaries(
 def with_ends(prompt: tuple[int, ...], choice: int, position: int) -> int:
     """Scripted ids, and now and then an end token."""
     return EOS if (position + 3 * choice) % 17 == 0 else scripted(prompt, choice, position)
+
+
+def some_seconds(plan) -> float:
+    """Of a machine that is sometimes too slow."""
+    return 0.01 * sum(plan.chunk_lens) * (1 + plan.step_id % 3)
 
 
 def build(index: int, asked: dict):
@@ -123,7 +129,8 @@ def natural_ids(request, choice: int) -> tuple[list[int], str]:
 def build_drive(num_blocks: int, **config) -> Drive:
     scheduler = make_scheduler(num_blocks, max_model_len=144, eos_ids=(EOS,), **config)
     windows, staged = scheduler.config.windows, scheduler.config.num_stages > 1
-    return Drive(scheduler, FakeExecutor(with_ends, staged=staged, windows=windows, eos_ids=(EOS,)))
+    executor = FakeExecutor(with_ends, staged=staged, windows=windows, eos_ids=(EOS,), seconds=some_seconds)
+    return Drive(scheduler, executor)
 
 
 def play(config: dict, script: list) -> Drive:

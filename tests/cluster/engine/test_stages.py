@@ -34,7 +34,7 @@ def test_while_ids_are_outstanding_their_sequences_are_left_alone_and_the_others
     d.add(*(make_request(f"r{i}", 20, 30) for i in range(5)))
     for _ in range(20):
         d.step()
-        flying = [seq for _, rows, _ in d.scheduler._in_flight for seq in rows]
+        flying = [seq for draft in d.scheduler._in_flight for seq in draft.rows]
         assert max(Counter(map(id, flying)).values()) == 1
         assert len(flying) >= 2
 
