@@ -44,6 +44,7 @@ def engine_config(loaded: Loaded, **config) -> EngineConfig:
         "max_model_len": card.max_model_len,
         "eos_ids": card.eos_ids,
         "depth": loaded.depth,
+        "target_itl": 0.0,  # what is in a step then does not depend on the machine
     }
     return EngineConfig(**(defaults | config))
 

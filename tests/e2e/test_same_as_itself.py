@@ -77,6 +77,15 @@ def test_in_chunks_of_any_budget(bench, prompts, alone, budget, depth):
         assert chunks_of(bench, len(prompts)) == 0
 
 
+def test_however_prompts_are_cut_beside_streams(bench, prompts, alone):
+    cuts = []
+    for target in (0.0, 1e-6):  # no step is as fast
+        bench.new(enable_prefix_caching=False, max_num_batched_tokens=64, target_itl=target)
+        assert together(bench, prompts) == alone
+        cuts.append(chunks_of(bench, len(prompts)))
+    assert cuts[1] > cuts[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_among_fifteen_others(bench, prompts, alone, depth):
     rng = random.Random(5)
