@@ -11,6 +11,7 @@ import math
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as installed_version
@@ -156,7 +157,7 @@ def status(
     cluster_token_file: Annotated[
         Path | None, typer.Option(help="File with the cluster's secret, for --controller.", metavar="FILE")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print plain lines and end, for scripts.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print plain lines and end, as without a terminal.")] = False,
     key_file: KeyFile = None,
     ssl_ca_certs: CaFile = None,
 ) -> None:
@@ -169,7 +170,7 @@ def status(
     with _one_sentence():
         client = _client(url, ssl_ca_certs, key_file)
         source = Status(client, controller, _secret("cluster_token_file", cluster_token_file))
-        source.print_once() if once else source.watch()
+        source.print_once() if once or not sys.stdout.isatty() else source.watch()
 
 
 def _client(url: str, ca_file: Path | None, key_file: Path | None) -> Any:
