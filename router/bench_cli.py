@@ -5,7 +5,6 @@ Every run has prompts of its own, so that no prefix cache knows them; a warm-up 
 
 import itertools
 import json
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -119,7 +118,7 @@ class Bench:
 
     def _is_lost(self, jobs: list[Job]) -> IsLost:
         """A search goes on as soon as a probe is decided."""
-        return partial(self._slo.is_lost, jobs=jobs) if self._slo else never
+        return self._slo.watch(jobs) if self._slo else never
 
     def _jobs(self) -> list[Job]:
         config = self._config

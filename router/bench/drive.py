@@ -19,10 +19,10 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
-IsLost = Callable[[Sequence[Record]], bool]  # whether a run is decided by what has ended of it
+IsLost = Callable[[Record], bool]  # told of each request as it ends: whether that decides the run
 
 
-def never(ended: Sequence[Record]) -> bool:
+def never(record: Record) -> bool:
     return False
 
 
@@ -31,15 +31,15 @@ async def closed_loop(
 ) -> tuple[list[Record], float]:
     """``concurrency`` requests are always open, as long as there are jobs. Records, and the seconds of the run.
 
-    ``is_lost`` is asked with what has ended, before each request: if so, no more are sent.
+    Once ``is_lost``, no more are sent.
     """
-    waiting, records = iter(jobs), list[Record]()
+    waiting, records, lost = iter(jobs), list[Record](), False
 
     async def client() -> None:
-        for job in waiting:
-            if is_lost(records):
-                return
+        nonlocal lost
+        while not lost and (job := next(waiting, None)):
             records.append(await target.ask(job))
+            lost = lost or is_lost(records[-1])
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(min(concurrency, len(jobs)))))
@@ -52,17 +52,20 @@ async def open_loop(
     """A Poisson process: the times between requests are exponential, ``rate`` a second on average, whatever the target
     does, until ``is_lost`` as above. Each is sent at its own time of the clock, so that a late one does not make all
     later ones late."""
-    records: list[Record] = []
+    records, lost = list[Record](), False
 
     async def ask(job: Job) -> None:
-        records.append(await target.ask(job))
+        nonlocal lost
+        record = await target.ask(job)
+        records.append(record)
+        lost = lost or is_lost(record)
 
     rng = random.Random(f"arrivals/{seed}")
     began = due = time.perf_counter()
     asking = []
     for job in jobs:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        if is_lost(records):
+        if lost:
             break
         asking.append(asyncio.create_task(ask(job)))
         due += rng.expovariate(rate)

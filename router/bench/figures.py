@@ -95,16 +95,20 @@ def e2es(records: Sequence[Record]) -> list[float]:
 
 def num_above_p99(count: int) -> int:
     """How many of so many values have to be above a limit for p99 to be."""
-    return count - min(count - 1, count * 99 // 100)
+    return count - _place(99, count)
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
     in_order = sorted(values)
-    last = len(in_order) - 1
-    p50, p90, p99 = (in_order[min(last, len(in_order) * p // 100)] for p in PERCENTILES)
+    p50, p90, p99 = (in_order[_place(percent, len(in_order))] for percent in PERCENTILES)
     return Spread(p50, p90, p99, in_order[-1])
+
+
+def _place(percent: int, count: int) -> int:
+    """Of a percentile among so many values in order."""
+    return min(count - 1, count * percent // 100)
 
 
 def cost_per_million(tokens_per_s: float, price_per_hour: float) -> float:

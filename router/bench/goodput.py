@@ -26,16 +26,19 @@ class Slo(msgspec.Struct, frozen=True):
         spreads = {kind: getattr(figures, f"{kind}_ms") for kind in self.limits}
         return all(spread is None or spread.p99 <= self.limits[kind] for kind, spread in spreads.items())
 
-    def is_lost(self, ended: Sequence[Record], jobs: Sequence[Job]) -> bool:
-        """Whether a run of these jobs cannot meet it any more, however fast those are that have not ended."""
-        if any(record.failed or record.short for record in ended):
-            return True
-        found = {"ttft": ttfts, "itl": itls, "e2e": e2es}
+    def watch(self, jobs: Sequence[Job]) -> Callable[[Record], bool]:
+        """Of a run of these jobs: told of each record as it ends, says whether the limits cannot be met any more,
+        however fast the others are."""
+        times = {"ttft": ttfts, "itl": itls, "e2e": e2es}
         most = {"ttft": len(jobs), "itl": sum(job.num_wanted - 1 for job in jobs), "e2e": len(jobs)}
-        return any(
-            sum(value > limit for value in found[kind](ended)) >= num_above_p99(most[kind])
-            for kind, limit in self.limits.items()
-        )
+        left = {kind: num_above_p99(most[kind]) for kind in self.limits}  # values above the limit, until it is lost
+
+        def is_lost(record: Record) -> bool:
+            for kind, limit in self.limits.items():
+                left[kind] -= sum(value > limit for value in times[kind]([record]))
+            return record.failed or record.short or min(left.values()) <= 0
+
+        return is_lost
 
     def __str__(self) -> str:
         return ", ".join(f"p99 of {kind} within {limit:g} ms" for kind, limit in self.limits.items())

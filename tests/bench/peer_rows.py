@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import uvloop
 
@@ -87,7 +86,7 @@ class Goodput(Row):
             tried += 1
             seed = f"{self.name}/{number}/{tried}"
             jobs = draw(self.workload, self.num_requests, seed, VOCAB_SIZE)
-            records, seconds = await open_loop(target, jobs, rate, seed, partial(SLO.is_lost, jobs=jobs))
+            records, seconds = await open_loop(target, jobs, rate, seed, SLO.watch(jobs))
             return SLO.is_met(figures_of(records, seconds))
 
         await warm_up(target, self.workload, 2, f"{self.name}/{number}", VOCAB_SIZE)

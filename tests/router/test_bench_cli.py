@@ -91,12 +91,13 @@ async def test_an_open_loop_sends_on_whatever_the_target_does():
 
 
 async def test_a_run_that_is_decided_sends_no_more():
-    def after_three(ended):
-        return len(ended) >= 3
+    def after_three():
+        ended = []
+        return lambda record: ended.append(record) or len(ended) >= 3
 
-    records, _ = await closed_loop(FakeTarget(), [Job([1], 1)] * 40, 1, after_three)
+    records, _ = await closed_loop(FakeTarget(), [Job([1], 1)] * 40, 1, after_three())
     assert len(records) == 3
-    records, _ = await open_loop(FakeTarget(seconds=0), [Job([1], 1)] * 40, 100, 1, after_three)
+    records, _ = await open_loop(FakeTarget(seconds=0), [Job([1], 1)] * 40, 100, 1, after_three())
     assert 3 <= len(records) < 40
 
 
@@ -160,16 +161,17 @@ def test_a_run_is_lost_as_soon_as_its_limits_cannot_be_met_and_not_before(runs, 
     records = [Record(1, len(gaps), 0.0, list(accumulate(gaps)), sum(gaps), len(gaps)) for gaps in runs]
     fast = [Record(1, len(gaps), 0.0, [0.0] * len(gaps), 0.0, len(gaps)) for gaps in runs]
     slo = parse_slo(limits)
-    for count in range(len(runs) + 1):
+    is_lost = slo.watch(jobs)
+    for count, record in enumerate(records, 1):
         best = figures_of([*records[:count], *fast[count:]], 1.0)
-        assert slo.is_lost(records[:count], jobs) == (not slo.is_met(best))
+        assert is_lost(record) == (not slo.is_met(best))
 
 
 def test_a_run_with_a_failure_or_a_short_answer_is_lost():
     slo, jobs = parse_slo("ttft=1s"), [Job([1], 2)] * 9
-    assert slo.is_lost([Record(1, 2, 0.0, error="500")], jobs)
-    assert slo.is_lost([Record(1, 2, 0.0, [0.1], 0.1, 1)], jobs)
-    assert not slo.is_lost([Record(1, 2, 0.0, [0.1, 0.2], 0.2, 2)], jobs)
+    assert slo.watch(jobs)(Record(1, 2, 0.0, error="500"))
+    assert slo.watch(jobs)(Record(1, 2, 0.0, [0.1], 0.1, 1))
+    assert not slo.watch(jobs)(Record(1, 2, 0.0, [0.1, 0.2], 0.2, 2))
 
 
 @pytest.mark.parametrize("capacity", [0.8, 1.0, 3.1, 5.7, 63.0, 500.0])
